@@ -30,6 +30,7 @@ mod text;
 pub use faults::{Fault, FaultAt};
 pub use plan::{Dialect, EnginePlan, FleetPlan, LoadFailure};
 pub use role::Role;
+pub use sglang::{AbortExchange, SglangFleet, SglangPlan};
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};

@@ -5,7 +5,7 @@
 //!  from then on: GET /health every 5 s. After two failures every leg that waits for P fails.
 //! ```
 //!
-//! A P that restarts between two heartbeats stays unnoticed, as in SGLang.
+//! A P that restarts between two heartbeats stays unnoticed until D sends it a message, as in SGLang.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -79,7 +79,8 @@ impl KnownPrefills {
         if let Some(&at) = known.addresses.get(&rank) {
             return Ok(PeerRank { at, rank });
         }
-        let path = format!("/route?prefill_dp_rank={rank}&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0");
+        let path =
+            format!("/route?prefill_dp_rank={rank}&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0");
         let found = known.client.get_json(&path, ROUTE_WITHIN).await.map_err(|_| unreachable())?;
         let at = rank_address(&found).ok_or_else(unreachable)?;
         let mut all = self.lock();
@@ -88,6 +89,13 @@ impl KnownPrefills {
         }
         all.entry(bootstrap.to_owned()).or_insert(known).addresses.insert(rank, at);
         Ok(PeerRank { at, rank })
+    }
+
+    /// No engine listens at the address of a rank. The next leg asks the bootstrap server again.
+    pub(super) fn forget_address(&self, at: SocketAddr) {
+        for known in self.lock().values_mut() {
+            known.addresses.retain(|_, known| *known != at);
+        }
     }
 
     /// One heartbeat to every known prefill engine. Returns the lost ones, which are forgotten.
@@ -116,7 +124,8 @@ fn rank_address(found: &Value) -> Option<SocketAddr> {
 
 /// Answers a request to P's bootstrap server.
 pub(super) fn answer(engine: &SglangEngine, request: &HttpRequest) -> Vec<u8> {
-    let text = |status, text: &str| reply(status, &[("content-type", "text/plain".to_owned())], text.as_bytes());
+    let text =
+        |status, text: &str| reply(status, &[("content-type", "text/plain".to_owned())], text.as_bytes());
     match (request.posts, request.path.as_str()) {
         (false, "/health") => text(200, "OK"),
         (false, "/route") => {

@@ -1,6 +1,6 @@
 //! The I/O layer of a simulated SGLang engine: its ranks behind locks, the clock, messages and the requests in flight.
 
-use std::collections::HashMap;
+use std::collections::HashSet;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -8,14 +8,14 @@ use std::time::Duration;
 
 use baton_connector::Epoch;
 use baton_connector_leases::event_log::EventLog;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, mpsc};
 use tokio_util::sync::CancellationToken;
 
 use super::super::plan::EnginePlan;
 use super::super::role::Role;
 use super::bootstrap::KnownPrefills;
 use super::links::PeerLinks;
-use super::message::Envelope;
+use super::message::{Envelope, PeerMessage};
 use super::plan::{SglangPlan, Waits};
 use super::rank::{EndCause, LegTicket, RankAction, RankTraits, SglangRank};
 
@@ -42,12 +42,13 @@ pub(super) struct SglangEngine {
     pub identity: SglangIdentity,
     pub log: Arc<EventLog>,
     pub stop: CancellationToken,
-    /// Numbers requests, for round robin and refusals.
-    requests: AtomicU64,
+    /// Requests that were given a rank in turn, and requests that were or were not refused.
+    counted: [AtomicU64; 2],
     ranks: Vec<Mutex<SglangRank>>,
     /// Requests in flight at the HTTP server, by `rid`.
-    rids: Mutex<HashMap<String, usize>>,
+    rids: Mutex<HashSet<String>>,
     links: PeerLinks,
+    undelivered: Mutex<Option<mpsc::Receiver<(SocketAddr, Envelope)>>>,
     prefills: KnownPrefills,
     wake: Notify,
     runtime: tokio::runtime::Handle,
@@ -86,15 +87,17 @@ impl SglangEngine {
             // Half of the range, so that numbers do not wrap.
             Mutex::new(SglangRank::new(traits, Arc::clone(&log), super::super::random() >> 1))
         };
+        let (links, undelivered) = PeerLinks::new(runtime.clone(), stop.clone());
         Arc::new(Self {
             waits,
             ranks: (0..fleet.ranks).map(rank).collect(),
             plan,
             identity,
             log,
-            links: PeerLinks::new(runtime.clone(), stop.clone()),
+            links,
+            undelivered: Mutex::new(Some(undelivered)),
             stop,
-            requests: AtomicU64::new(0),
+            counted: Default::default(),
             rids: Mutex::default(),
             prefills: KnownPrefills::default(),
             wake: Notify::new(),
@@ -111,7 +114,7 @@ impl SglangEngine {
         self.ranks[rank].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn rids(&self) -> MutexGuard<'_, HashMap<String, usize>> {
+    fn rids(&self) -> MutexGuard<'_, HashSet<String>> {
         self.rids.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -168,6 +171,7 @@ impl SglangEngine {
             () = self.stop.cancelled() => {}
             () = self.run_ranks() => {}
             () = self.run_heartbeats() => {}
+            () = self.run_undelivered() => {}
         }
     }
 
@@ -202,19 +206,28 @@ impl SglangEngine {
         }
     }
 
-    /// Reserves a `rid`. `None` if it is in use.
-    pub(super) fn reserve_rid(&self, rid: &str, rank: usize) -> Option<RidGuard<'_>> {
-        let mut rids = self.rids();
-        if rids.contains_key(rid) {
-            return None;
+    /// Ends the legs whose metadata reached no engine.
+    async fn run_undelivered(self: &Arc<Self>) {
+        let receiver = self.undelivered.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let mut receiver = receiver.expect("an engine is driven once");
+        while let Some((at, envelope)) = receiver.recv().await {
+            self.prefills.forget_address(at);
+            if let PeerMessage::Metadata { from, .. } = envelope.message {
+                let ticket = LegTicket(from.leg);
+                self.drive(from.peer.rank, |rank, now_us| rank.metadata_lost(ticket, now_us));
+            }
         }
-        rids.insert(rid.to_owned(), rank);
-        Some(RidGuard { engine: self, rid: rid.to_owned() })
+    }
+
+    /// Reserves a `rid`. `None` if it is in use.
+    pub(super) fn reserve_rid(&self, rid: &str) -> Option<RidGuard<'_>> {
+        let fresh = self.rids().insert(rid.to_owned());
+        fresh.then(|| RidGuard { engine: self, rid: rid.to_owned() })
     }
 
     /// `/abort_request`: the server knows the exact `rid` of a request in flight, the ranks match by prefix.
     pub(super) fn abort(self: &Arc<Self>, rid: &str, cause: EndCause) {
-        if !rid.is_empty() && self.rids().contains_key(rid) {
+        if !rid.is_empty() && self.rids().contains(rid) {
             self.abort_prefix(rid, cause);
         }
     }
@@ -230,7 +243,7 @@ impl SglangEngine {
     pub(super) fn next_rank(&self, room: u64) -> usize {
         let turn = match self.identity.role {
             Role::Prefill => room,
-            Role::Decode => self.requests.fetch_add(1, Ordering::Relaxed),
+            Role::Decode => self.counted[0].fetch_add(1, Ordering::Relaxed),
         };
         (turn % self.ranks() as u64) as usize
     }
@@ -238,15 +251,12 @@ impl SglangEngine {
     /// Whether this request is refused, so that the fraction of refusals is as planned.
     pub(super) fn refuses(&self) -> bool {
         let share = self.plan.faults.refuses.unwrap_or(0.0);
-        if share == 0.0 {
-            return false;
-        }
-        let number = self.requests.fetch_add(1, Ordering::Relaxed) as f64;
+        let number = self.counted[1].fetch_add(1, Ordering::Relaxed) as f64;
         ((number + 1.0) * share).floor() > (number * share).floor()
     }
 
-    /// A leg whose caller has gone.
-    pub(super) fn abandon(self: &Arc<Self>, rank: usize, ticket: LegTicket) {
-        self.drive(rank, |rank, _| rank.abandon(ticket));
+    /// The request of one token behind `/health`.
+    pub(super) fn generate_for_health(self: &Arc<Self>) {
+        self.drive(0, |rank, _| rank.counts.generation_tokens += 1);
     }
 }

@@ -1,11 +1,11 @@
 //! Messages between engines: one line of JSON each, in order, on one connection per direction.
 //!
-//! As with SGLang's ZMQ sockets, a sender does not wait, and does not learn whether a message has arrived. Messages to
-//! an engine that does not listen are dropped.
+//! As with SGLang's ZMQ sockets, a sender does not wait, and does not learn whether a message has arrived. It learns
+//! only that no engine listens.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
@@ -27,13 +27,21 @@ const SEND_WITHIN: Duration = Duration::from_secs(1);
 /// The connections of one engine to others.
 pub(super) struct PeerLinks {
     links: Mutex<HashMap<SocketAddr, mpsc::Sender<Envelope>>>,
+    undelivered: UndeliveredSender,
     runtime: tokio::runtime::Handle,
     stop: CancellationToken,
 }
 
+/// Messages to engines that do not listen.
+pub(super) type UndeliveredSender = mpsc::Sender<(SocketAddr, Envelope)>;
+
 impl PeerLinks {
-    pub(super) fn new(runtime: tokio::runtime::Handle, stop: CancellationToken) -> Self {
-        Self { links: Mutex::default(), runtime, stop }
+    pub(super) fn new(
+        runtime: tokio::runtime::Handle,
+        stop: CancellationToken,
+    ) -> (Self, mpsc::Receiver<(SocketAddr, Envelope)>) {
+        let (undelivered, receiver) = mpsc::channel(QUEUED_MAX);
+        (Self { links: Mutex::default(), undelivered, runtime, stop }, receiver)
     }
 
     /// Sends a message, or drops it.
@@ -44,11 +52,11 @@ impl PeerLinks {
         }
         let link = links.entry(to).or_insert_with(|| {
             let (sender, queued) = mpsc::channel(QUEUED_MAX);
-            let stop = self.stop.clone();
+            let (stop, undelivered) = (self.stop.clone(), self.undelivered.clone());
             self.runtime.spawn(async move {
                 tokio::select! {
                     () = stop.cancelled() => {}
-                    () = write(to, queued) => {}
+                    () = write(to, queued, &undelivered) => {}
                 }
             });
             sender
@@ -59,11 +67,12 @@ impl PeerLinks {
 }
 
 /// Writes messages until the engine ends.
-async fn write(to: SocketAddr, mut queued: mpsc::Receiver<Envelope>) {
+async fn write(to: SocketAddr, mut queued: mpsc::Receiver<Envelope>, undelivered: &UndeliveredSender) {
     let mut connection: Option<TcpStream> = None;
     while let Some(envelope) = queued.recv().await {
         let mut line = serde_json::to_vec(&envelope).expect("numbers and texts are JSON");
         line.push(b'\n');
+        let mut sent = false;
         // The peer may have restarted since the last message.
         for _ in 0..2 {
             let sends = async {
@@ -80,10 +89,15 @@ async fn write(to: SocketAddr, mut queued: mpsc::Receiver<Envelope>) {
                 };
                 stream.write_all(&line).await
             };
-            if matches!(tokio::time::timeout(SEND_WITHIN, sends).await, Ok(Ok(()))) {
+            sent = matches!(tokio::time::timeout(SEND_WITHIN, sends).await, Ok(Ok(())));
+            if sent {
                 break;
             }
             connection = None;
+        }
+        if !sent {
+            // A full queue drops the report. The leg then ends by its timeout.
+            let _ = undelivered.try_send((to, envelope));
         }
     }
 }
@@ -106,31 +120,5 @@ pub(super) async fn read(stream: TcpStream, deliver: impl Fn(Envelope)) {
         }
         let Ok(envelope) = serde_json::from_slice(&line) else { return };
         deliver(envelope);
-    }
-}
-
-/// Accepts connections and gives each to a task of its own, until `stop`. Then every task ends.
-pub(in crate::sim::engines) async fn accept<F>(
-    listener: std::net::TcpListener,
-    stop: &CancellationToken,
-    serve: impl Fn(TcpStream) -> F,
-) where
-    F: Future<Output = ()> + Send + 'static,
-{
-    let Ok(listener) = tokio::net::TcpListener::from_std(listener) else { return };
-    let mut connections = tokio::task::JoinSet::new();
-    loop {
-        let accepted = tokio::select! {
-            () = stop.cancelled() => return,
-            accepted = listener.accept() => accepted,
-        };
-        let Ok((stream, _)) = accepted else {
-            // Out of descriptors: wait until some are closed.
-            tokio::time::sleep(Duration::from_millis(10)).await;
-            continue;
-        };
-        let _ = stream.set_nodelay(true);
-        connections.spawn(serve(stream));
-        while connections.try_join_next().is_some() {}
     }
 }

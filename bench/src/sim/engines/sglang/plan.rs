@@ -54,7 +54,10 @@ impl SglangPlan {
             return Err(format!("{} data-parallel ranks are not between 1 and {RANKS_MAX}", self.ranks));
         }
         if !(SCALE_MIN..=SCALE_MAX).contains(&self.time_scale) {
-            return Err(format!("a time scale of {} is not between {SCALE_MIN} and {SCALE_MAX}", self.time_scale));
+            return Err(format!(
+                "a time scale of {} is not between {SCALE_MIN} and {SCALE_MAX}",
+                self.time_scale
+            ));
         }
         if usize::from(self.bootstrap_port) + self.fleet.prefill > usize::from(u16::MAX) + 1 {
             return Err(format!("there are not so many ports after {}", self.bootstrap_port));

@@ -99,7 +99,12 @@ pub(super) struct LegOutput {
 pub(super) enum RankAction {
     Send(SocketAddr, Envelope),
     /// Find P's rank and call [`SglangRank::resolved`].
-    Resolve { ticket: LegTicket, bootstrap: String, room: u64, prefill_rank: Option<usize> },
+    Resolve {
+        ticket: LegTicket,
+        bootstrap: String,
+        room: u64,
+        prefill_rank: Option<usize>,
+    },
 }
 
 /// How a leg's end was caused, for the event log.

@@ -44,7 +44,8 @@ impl SglangRank {
             PeerMessage::Failed { room, leg, reason } => {
                 let ticket = LegTicket(leg);
                 let ours = |leg: &super::SglangLeg| {
-                    leg.sent.room == room && matches!(leg.phase, LegPhase::Preallocating | LegPhase::Transferring)
+                    leg.sent.room == room
+                        && matches!(leg.phase, LegPhase::Preallocating | LegPhase::Transferring)
                 };
                 if self.legs.get(&ticket).is_some_and(ours) {
                     self.fail(ticket, &reason, EndCause::Peer, now_us);
@@ -146,6 +147,14 @@ impl SglangRank {
         }
     }
 
+    /// D: no engine listens at P's address, so P cannot have begun to write.
+    pub(in crate::sim::engines::sglang) fn metadata_lost(&mut self, ticket: LegTicket, now_us: u64) {
+        if self.legs.get(&ticket).is_some_and(|leg| leg.phase == LegPhase::Transferring) {
+            self.leg(ticket).prefill = None;
+            self.fail(ticket, "Failed to send metadata to the prefill engine", EndCause::Error, now_us);
+        }
+    }
+
     fn decode_leg(&self, ticket: LegTicket) -> DecodeLeg {
         let peer = PeerRank { at: self.traits.at, rank: self.traits.number };
         DecodeLeg { peer, leg: ticket.0 }
@@ -191,7 +200,8 @@ impl SglangRank {
             self.emit(ticket, ended);
             if failed && let Some((to, pages)) = peer.clone() {
                 // A write in flight cannot be stopped.
-                let takes_us = (blocks as u64 * 1_000_000).checked_div(self.traits.plan.fetch_rate).unwrap_or(0);
+                let takes_us =
+                    (blocks as u64 * 1_000_000).checked_div(self.traits.plan.fetch_rate).unwrap_or(0);
                 self.drains.insert(ticket, Drain::Write { room, to, pages, contents, acks: false });
                 self.timers.insert((begun_us + takes_us, TimerOf::Drain(ticket)));
             }
@@ -199,7 +209,10 @@ impl SglangRank {
         } else {
             self.free(ticket, BlockHolder::Active);
         }
-        if failed && self.traits.aborts == AbortExchange::Current && let Some((to, _)) = peer {
+        if failed
+            && self.traits.aborts == AbortExchange::Current
+            && let Some((to, _)) = peer
+        {
             let reason = reason.to_owned();
             self.send(to.peer, PeerMessage::Failed { room, leg: to.leg, reason });
         }

@@ -384,7 +384,8 @@ fn only_the_rank_of_the_room_takes_a_prefill_leg() {
     let (fits, conflicts) = (pair.submit(P, 8, "a", 5), pair.submit(P, 9, "b", 5));
     pair.run_for(SECOND);
     assert!(!pair.ends[P].contains_key(&fits));
-    let conflict = "follow_bootstrap_room conflict: dispatched to dp_rank 0 but bootstrap_room 9 implies dp_rank 1";
+    let conflict =
+        "follow_bootstrap_room conflict: dispatched to dp_rank 0 but bootstrap_room 9 implies dp_rank 1";
     assert!(failed(pair.ends[P].get(&conflicts), conflict));
 }
 
