@@ -14,7 +14,7 @@ const ROUND_SECONDS_MIN: f64 = 0.5;
 /// The engines of a deployment that is started for a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, clap::ValueEnum)]
 #[serde(rename_all = "snake_case")]
-pub enum StartedEngines {
+pub(crate) enum StartedEngines {
     /// Baton's engines
     #[default]
     Baton,

@@ -576,5 +576,14 @@ mod tests {
         feed.publish(&event("a", "lease_opened"));
         assert!(mine.is_cancelled() && !other.is_cancelled());
         assert_eq!(feed.forget("a").map(|timeline| timeline.legs.len()), Some(1));
+        // Pages that are reserved before the prefill are read after it.
+        let reads = feed.when("c", Milestone::Fetching);
+        for (engine, kind, leg) in
+            [(1, "queued", "decode"), (0, "queued", "prefill"), (1, "fetching", ""), (0, "ended", "")]
+        {
+            assert!(!reads.is_cancelled(), "before {kind}");
+            feed.publish(&EventRecord { engine, leg: Some(leg.into()), ..event("c", kind) });
+        }
+        assert!(reads.is_cancelled());
     }
 }

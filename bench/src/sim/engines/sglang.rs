@@ -3,14 +3,14 @@
 //! ```text
 //!  router ─ one body to both, with bootstrap_host, bootstrap_port, bootstrap_room ─┬─▶ P   server ─▶ generate ─▶ rank
 //!                                                                                 └─▶ D   server ─▶ generate ─▶ rank
-//!  D ── GET /route, GET /health ─▶ P's bootstrap server (bootstrap)
+//!  D ── GET /route, GET /health ─▶ P's bootstrap server (prefills, bootstrap)
 //!  D ◀── one line of JSON per message, to the rank's address from /route (links, message) ──▶ P
 //! ```
 //!
 //! P and D have no memory in common. They find each other by the bootstrap address in the body, so they may be
 //! processes of their own. Pairing, pages, aborts and timeouts are in [`rank`], without I/O.
 //!
-//! Where the reference is silent the source decides:
+//! By SGLang's source, and not by intuition:
 //! - A refusal of the HTTP server (400, 503) precedes the scheduler, and an abort of a `rid` that has not arrived has no
 //!   effect. The peer is not notified of either.
 //! - P notifies D of its end if D's page indices have arrived. D notifies P as soon as it knows P's address.
@@ -25,6 +25,7 @@ mod links;
 mod message;
 mod pages;
 mod plan;
+mod prefills;
 mod rank;
 mod rooms;
 mod server;

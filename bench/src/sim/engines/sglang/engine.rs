@@ -13,11 +13,11 @@ use tokio_util::sync::CancellationToken;
 
 use super::super::plan::EnginePlan;
 use super::super::role::Role;
-use super::bootstrap::KnownPrefills;
 use super::links::PeerLinks;
 use super::message::{Envelope, PeerMessage};
 use super::plan::{SglangPlan, Waits};
-use super::rank::{EndCause, LegTicket, RankAction, RankTraits, SglangRank};
+use super::prefills::KnownPrefills;
+use super::rank::{EndCause, RankAction, RankTraits, SglangRank};
 
 /// Least timeout of a heartbeat, for small time scales on a busy machine.
 const HEARTBEAT_WITHIN_MIN: Duration = Duration::from_millis(250);
@@ -213,8 +213,7 @@ impl SglangEngine {
         while let Some((at, envelope)) = receiver.recv().await {
             self.prefills.forget_address(at);
             if let PeerMessage::Metadata { from, .. } = envelope.message {
-                let ticket = LegTicket(from.leg);
-                self.drive(from.peer.rank, |rank, now_us| rank.metadata_lost(ticket, now_us));
+                self.drive(from.peer.rank, |rank, now_us| rank.metadata_lost(from.leg, now_us));
             }
         }
     }

@@ -29,7 +29,8 @@ use super::super::role::Role;
 use super::super::text;
 use super::body::{self, GeneratePath, SglangBody};
 use super::engine::{RidGuard, SglangEngine};
-use super::rank::{EndCause, LegEnd, LegOutput, LegSubmission, LegTicket};
+use super::message::LegTicket;
+use super::rank::{EndCause, LegEnd, LegOutput, LegSubmission};
 use crate::sim::instant::connection::ServerConnection;
 
 const STREAM_HEAD: &[u8] =

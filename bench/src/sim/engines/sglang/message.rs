@@ -12,6 +12,11 @@ use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 
+/// The number of a leg in its rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub(super) struct LegTicket(pub u64);
+
 /// A rank of another engine, at the address for its messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(super) struct PeerRank {
@@ -23,8 +28,7 @@ pub(super) struct PeerRank {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct DecodeLeg {
     pub peer: PeerRank,
-    /// D's number of the leg.
-    pub leg: u64,
+    pub leg: LegTicket,
 }
 
 /// A message between ranks.
@@ -36,11 +40,11 @@ pub(super) enum PeerMessage {
     /// D's leg has ended.
     Abort { room: u64, from: DecodeLeg },
     /// A write into D's pages. It needs no permission. With the first word the transfer has succeeded.
-    Written { room: u64, leg: u64, pages: Vec<u32>, contents: Vec<u64>, word: Option<String> },
+    Written { room: u64, leg: LegTicket, pages: Vec<u32>, contents: Vec<u64>, word: Option<String> },
     /// P's leg has ended without success.
-    Failed { room: u64, leg: u64, reason: String },
+    Failed { room: u64, leg: LegTicket, reason: String },
     /// No write into the leg's pages is in flight, and none will follow.
-    AbortAck { leg: u64 },
+    AbortAck { leg: LegTicket },
 }
 
 /// A message for one rank of the receiver.

@@ -231,8 +231,11 @@ fn debug_rank<'a>(number: usize, ranks: impl IntoIterator<Item = &'a RankPage> +
             "fetching": sum(&|rank| rank.load.transferring), "loading": 0,
             "stopping": sum(&|rank| rank.load.deferred),
         },
-        // A transfer of P holds its pages for as long as it lasts.
-        "leases": {"live": 0, "opened": 0, "late": 0, "unknown": 0},
+        // P's transfers, whose pages are leased.
+        "leases": {
+            "live": sum(&|rank| if rank.usage.leased > 0 { rank.load.transferring } else { 0 }),
+            "opened": 0, "late": 0, "unknown": 0,
+        },
         "oldest_leases": [], "offload": null,
         "steps": ranks.into_iter().map(|rank| rank.counts.steps).sum::<u64>(), "failed": null,
     })

@@ -30,17 +30,13 @@ use tokio::sync::Notify;
 use super::super::plan::EnginePlan;
 use super::super::pool::{BlockHolder, PoolUsage, SimPool};
 use super::super::role::Role;
-use super::message::{DecodeLeg, Envelope, PeerRank};
+use super::message::{DecodeLeg, Envelope, LegTicket, PeerRank};
 use super::plan::{AbortExchange, Waits};
 use super::rooms::{JoinOutcome, RoomTable};
 use steps::RankStep;
 
 /// The reason of a leg that was aborted by request id.
 const ABORTED_BY_REQUEST: &str = "Aborted by AbortReq.";
-
-/// The number of a leg in its rank.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(super) struct LegTicket(pub u64);
 
 /// The properties of a rank.
 #[derive(Clone, Debug)]

@@ -12,8 +12,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use super::message::DecodeLeg;
-use super::rank::LegTicket;
+use super::message::{DecodeLeg, LegTicket};
 
 /// Maximum rooms without a leg. The oldest is forgotten. SGLang has no bound here.
 const LEGLESS_MAX: usize = 4_096;
@@ -113,7 +112,7 @@ mod tests {
     use super::*;
 
     fn decode(leg: u64) -> DecodeLeg {
-        DecodeLeg { peer: PeerRank { at: SocketAddr::from((Ipv4Addr::LOCALHOST, 1)), rank: 0 }, leg }
+        DecodeLeg { peer: PeerRank { at: SocketAddr::from((Ipv4Addr::LOCALHOST, 1)), rank: 0 }, leg: LegTicket(leg) }
     }
 
     const ONE: LegTicket = LegTicket(1);

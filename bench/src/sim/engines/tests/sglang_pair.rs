@@ -119,11 +119,15 @@ async fn read_response(caller: &mut TestCaller) -> Response {
     let (head, read) = head.split_once("\r\n\r\n").expect("a head");
     let status = head.split(' ').nth(1).and_then(|status| status.parse().ok()).expect("a status");
     let length = head.lines().find_map(|line| line.strip_prefix("content-length: ")).expect("in one piece");
-    let (mut body, length) = (read.to_owned(), length.parse::<usize>().expect("a length"));
-    while body.len() < length {
-        body += &caller.reads_until("").await;
-    }
-    Response { status, body: serde_json::from_str(&body).unwrap_or_default() }
+    let (mut body, length) = (read.as_bytes().to_vec(), length.parse::<usize>().expect("a length"));
+    let reads = async {
+        while body.len() < length {
+            assert!(caller.0.read_buf(&mut body).await.expect("it is read") > 0, "ended");
+        }
+    };
+    tokio::time::timeout(PATIENCE, reads).await.expect("the whole body");
+    Response { status, body: serde_json::from_slice(&body).unwrap_or_default() }
+}
 }
 
 #[tokio::test]

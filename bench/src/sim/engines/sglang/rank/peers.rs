@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use baton_connector_leases::event_log::RequestEvent;
 
-use super::{Drain, EndCause, LegEnd, LegPhase, LegTicket, RankAction, SglangRank, TimerOf, us};
+use super::{Drain, EndCause, LegEnd, LegPhase, RankAction, SglangRank, TimerOf, us};
 use crate::sim::engines::pool::BlockHolder;
-use crate::sim::engines::sglang::message::{DecodeLeg, Envelope, PeerMessage, PeerRank};
+use crate::sim::engines::sglang::message::{DecodeLeg, Envelope, LegTicket, PeerMessage, PeerRank};
 use crate::sim::engines::sglang::plan::AbortExchange;
 
 /// The reason of a leg whose peer's leg was aborted or failed.
@@ -38,11 +38,10 @@ impl SglangRank {
                     }
                 }
                 if let Some(word) = word {
-                    self.landed(room, LegTicket(leg), word, now_us);
+                    self.landed(room, leg, word, now_us);
                 }
             }
-            PeerMessage::Failed { room, leg, reason } => {
-                let ticket = LegTicket(leg);
+            PeerMessage::Failed { room, leg: ticket, reason } => {
                 let ours = |leg: &super::SglangLeg| {
                     leg.sent.room == room
                         && matches!(leg.phase, LegPhase::Preallocating | LegPhase::Transferring)
@@ -52,8 +51,8 @@ impl SglangRank {
                 }
             }
             PeerMessage::AbortAck { leg } => {
-                if matches!(self.drains.get(&LegTicket(leg)), Some(Drain::Pages { .. })) {
-                    self.end_drain(LegTicket(leg));
+                if matches!(self.drains.get(&leg), Some(Drain::Pages { .. })) {
+                    self.end_drain(leg);
                 }
             }
         }
@@ -157,7 +156,7 @@ impl SglangRank {
 
     fn decode_leg(&self, ticket: LegTicket) -> DecodeLeg {
         let peer = PeerRank { at: self.traits.at, rank: self.traits.number };
-        DecodeLeg { peer, leg: ticket.0 }
+        DecodeLeg { peer, leg: ticket }
     }
 
     /// D: heartbeats to this bootstrap server failed. Every leg that waits for its engine fails.

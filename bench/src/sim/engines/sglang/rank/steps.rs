@@ -4,10 +4,10 @@ use std::borrow::Cow;
 
 use baton_connector_leases::event_log::RequestEvent;
 
-use super::{Drain, EndCause, LegEnd, LegPhase, LegTicket, SglangRank, TimerOf, us};
+use super::{Drain, EndCause, LegEnd, LegPhase, SglangRank, TimerOf, us};
 use crate::sim::engines::pool::BlockHolder;
 use crate::sim::engines::role::Role;
-use crate::sim::engines::sglang::message::PeerMessage;
+use crate::sim::engines::sglang::message::{LegTicket, PeerMessage};
 
 /// After a longer pause (of a stopped process), steps are not caught up.
 const CATCH_UP_US: u64 = 100_000;
