@@ -50,7 +50,7 @@ pub enum Benchmark {
     Chart(chart::ChartArgs),
     /// Compare gateways under the same workload: speed, and blocks stranded by cancels in the gap
     Compare(Box<systems::compare::CompareArgs>),
-    /// Run simulated engines with vLLM's prefill/decode protocol and faults on demand
+    /// Run simulated engines with the prefill/decode protocol of vLLM or SGLang, and faults on demand
     Sim(Box<systems::sim::SimArgs>),
 }
 

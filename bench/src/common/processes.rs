@@ -49,7 +49,7 @@ impl ChildProcess {
         let mut lines = BufReader::new(out).lines();
         while let Some(line) = lines.next() {
             let line = line?;
-            if line.contains("ready http=") {
+            if line.contains("ready http=") || line.contains("ready prefill=") {
                 // Later output must not fill the pipe.
                 std::thread::Builder::new().name("bench-drain".into()).spawn(move || lines.for_each(drop))?;
                 return Ok(line);

@@ -22,6 +22,7 @@ mod plan;
 mod pool;
 mod role;
 mod server;
+mod sglang;
 #[cfg(test)]
 mod tests;
 mod text;
@@ -29,6 +30,7 @@ mod text;
 pub use faults::{Fault, FaultAt};
 pub use plan::{Dialect, EnginePlan, FleetPlan, LoadFailure};
 pub use role::Role;
+pub use sglang::{AbortExchange, SglangFleet, SglangPlan};
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};

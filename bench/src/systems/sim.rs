@@ -1,10 +1,11 @@
 //! `baton bench sim`: simulated engines in the foreground ([`crate::sim::engines`]) for a router or a benchmark, and
 //! a self-test of their speed.
 //!
-//! Prints one line, `ready prefill=ADDRESS,… decode=ADDRESS,…`. Stops with Ctrl-C or, with `--until-stdin-ends`, at
+//! Prints one line, `ready prefill=ADDRESS,… decode=ADDRESS,…`, with SGLang engines also `bootstrap=ADDRESS,…`. Stops with Ctrl-C or, with `--until-stdin-ends`, at
 //! the end of its standard input.
 
 mod self_test;
+mod sglang;
 
 use std::io::{Read, Write};
 use std::net::SocketAddr;
@@ -14,7 +15,8 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 
 use crate::BenchError;
-use crate::sim::engines::{Dialect, EnginePlan, FaultAt, FleetPlan, LoadFailure, SimFleet};
+use crate::sim::engines::{Dialect, EnginePlan, FaultAt, FleetPlan, LoadFailure, SglangFleet, SimFleet};
+use sglang::{SglangOptions, StartedFleet};
 
 /// Options of `baton bench sim`.
 #[derive(Clone, Debug, clap::Args)]
@@ -31,6 +33,9 @@ pub struct SimArgs {
     /// Properties of the engines
     #[command(flatten)]
     pub engine: EngineOptions,
+    /// Properties of SGLang engines
+    #[command(flatten)]
+    pub sglang: SglangOptions,
     /// Fault to inject, for example refuses:0.2@decode-0 (repeatable)
     #[arg(long, value_name = "NAME[:VALUE][@ENGINE]")]
     pub fault: Vec<FaultAt>,
@@ -57,12 +62,36 @@ pub struct SimArgs {
     pub json: bool,
 }
 
+/// Protocol and rules of the engines.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum SimDialect {
+    /// Baton's engine: release and abort endpoints, handles, verified reads
+    Baton,
+    /// Stock vLLM with the NixlConnector: no release or abort endpoints, and a late read returns whatever the
+    /// blocks hold
+    #[default]
+    Vllm,
+    /// SGLang: both legs at once, paired by room, and P writes into D's pages
+    Sglang,
+}
+
+impl SimDialect {
+    /// The dialect of engines whose decode leg reads. `None` for SGLang.
+    fn pull(self) -> Option<Dialect> {
+        match self {
+            Self::Baton => Some(Dialect::Baton),
+            Self::Vllm => Some(Dialect::Vllm),
+            Self::Sglang => None,
+        }
+    }
+}
+
 /// Properties of every engine. A rate or a time of 0 takes no time.
 #[derive(Clone, Debug, clap::Args)]
 pub struct EngineOptions {
     /// Protocol and rules of the engines
-    #[arg(long, value_name = "NAME", value_enum, default_value_t = EnginePlan::default().dialect)]
-    pub dialect: Dialect,
+    #[arg(long, value_name = "NAME", value_enum, default_value_t = SimDialect::default())]
+    pub dialect: SimDialect,
     /// Model name in requests
     #[arg(long, value_name = "NAME", default_value = "sim")]
     pub served_model_name: String,
@@ -135,7 +164,7 @@ impl EngineOptions {
     pub fn plan(&self) -> EnginePlan {
         let after = |ms: f64| Duration::from_secs_f64(ms / 1e3);
         EnginePlan {
-            dialect: self.dialect,
+            dialect: self.dialect.pull().unwrap_or_default(),
             model: self.served_model_name.clone(),
             prefill_rate: self.prefill_rate,
             prefill_overhead: after(self.prefill_overhead_ms),
@@ -171,7 +200,11 @@ pub fn run(args: &SimArgs, out: &mut dyn Write) -> Result<(), BenchError> {
         port: args.port,
         ..FleetPlan::new(args.prefill, args.decode, args.engine.plan())
     };
-    let fleet = SimFleet::start(plan).map_err(|error| match error.kind() {
+    let started = match args.engine.dialect {
+        SimDialect::Baton | SimDialect::Vllm => SimFleet::start(plan).map(StartedFleet::Pull),
+        SimDialect::Sglang => SglangFleet::start(args.sglang.plan(plan)).map(StartedFleet::Sglang),
+    };
+    let fleet = started.map_err(|error| match error.kind() {
         std::io::ErrorKind::AddrInUse => format!("{error}; choose others with --port, or 0 for free ones"),
         _ => error.to_string(),
     })?;
@@ -179,10 +212,7 @@ pub fn run(args: &SimArgs, out: &mut dyn Write) -> Result<(), BenchError> {
         std::fs::write(file, fleet.router_yaml(args.router_listen, args.router_admin))
             .map_err(|error| format!("{}: {error}", file.display()))?;
     }
-    let list = |addresses: Vec<SocketAddr>| {
-        addresses.iter().map(SocketAddr::to_string).collect::<Vec<_>>().join(",")
-    };
-    writeln!(out, "ready prefill={} decode={}", list(fleet.prefill()), list(fleet.decode()))?;
+    writeln!(out, "ready {}", fleet.addresses())?;
     out.flush()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(stop(args.until_stdin_ends))?;

@@ -29,8 +29,8 @@ pub(crate) async fn deployment(
     let Some(url) = &options.url else {
         progress.print_status("starting router, prefill and decode engine");
         let (engine_options, logs) = (options.engine_options.clone(), options.out.clone());
-        let lost_ms = options.vanish_noticed_ms;
-        let local = move || LocalDeployment::start(&engine_options, &logs, listen, lost_ms);
+        let (kind, lost_ms) = (options.start, options.vanish_noticed_ms);
+        let local = move || LocalDeployment::start(kind, &engine_options, &logs, listen, lost_ms);
         let local = tokio::task::spawn_blocking(local).await??;
         let mut engines = Vec::new();
         for (name, place) in local.engines()? {

@@ -9,6 +9,7 @@ use baton_engine::compute::cuda::shared_out;
 use serde_json::json;
 
 use crate::common::processes::{ChildProcess, word};
+use crate::disconnect::plan::options::StartedEngines;
 
 /// A process of the deployment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,6 +25,8 @@ struct Process {
     log: PathBuf,
     running: ChildProcess,
     ready: String,
+    /// The name of the address in the "ready" line.
+    address: &'static str,
 }
 
 /// See the module's documentation. Dropping the value ends the processes, the router first.
@@ -36,17 +39,68 @@ pub(crate) struct LocalDeployment {
 }
 
 impl Process {
-    fn start(arguments: Vec<String>, log: PathBuf) -> io::Result<Self> {
+    fn start(arguments: Vec<String>, log: PathBuf, address: &'static str) -> io::Result<Self> {
         let file = std::fs::OpenOptions::new().create(true).append(true).open(&log)?;
         let mut running = ChildProcess::run(&arguments, file)?;
         let unready = |error| io::Error::other(format!("{error}; its log is {}", log.display()));
         let ready = running.ready_line().map_err(unready)?;
-        Ok(Self { arguments, log, running, ready })
+        Ok(Self { arguments, log, running, ready, address })
     }
 
     fn http(&self) -> io::Result<&str> {
-        word(&self.ready, "http")
+        word(&self.ready, self.address)
     }
+
+    /// Sets the value of an option.
+    fn set(&mut self, option: &str, value: String) {
+        let at = self.arguments.iter().position(|argument| argument == option).expect("it has the option");
+        self.arguments[at + 1] = value;
+    }
+}
+
+/// Baton's engines, on one device if there is only one.
+fn baton_engines(options: &[String], logs: &Path) -> io::Result<[Process; 2]> {
+    let options = [options, &shared_out(options, 2)].concat();
+    let engine = |role: &str| {
+        let fixed = ["engine", "--role", role, "--listen", "127.0.0.1:0"].map(str::to_owned);
+        Process::start([fixed.as_slice(), &options].concat(), logs.join(format!("{role}.log")), "http")
+    };
+    let mut engines = [engine("prefill")?, engine("decode")?];
+    for process in &mut engines {
+        // A restart uses the same address.
+        let at = process.http()?.to_owned();
+        process.set("--listen", at);
+    }
+    Ok(engines)
+}
+
+/// Simulated SGLang engines. They find each other by the bootstrap address in requests.
+fn sglang_engines(options: &[String], logs: &Path) -> io::Result<[Process; 2]> {
+    let engine = |role: &'static str, other: &str| {
+        let numbers = [format!("--{role}"), "1".to_owned(), format!("--{other}"), "0".to_owned()];
+        let fixed = ["bench", "sim", "--dialect", "sglang", "--port", "0", "--bootstrap-port", "0"];
+        let arguments = [fixed.map(str::to_owned).as_slice(), &numbers, options].concat();
+        Process::start(arguments, logs.join(format!("{role}.log")), role)
+    };
+    let mut engines = [engine("prefill", "decode")?, engine("decode", "prefill")?];
+    for process in &mut engines {
+        let port = split_port(process.http()?)?.1;
+        process.set("--port", port.to_string());
+    }
+    let bootstrap = split_port(word(&engines[0].ready, "bootstrap")?)?.1;
+    engines[0].set("--bootstrap-port", bootstrap.to_string());
+    Ok(engines)
+}
+
+/// The model name of simulated engines with these options.
+fn served_model(options: &[String]) -> String {
+    let named = options.iter().position(|option| option == "--served-model-name");
+    named.and_then(|at| options.get(at + 1)).map_or("sim", String::as_str).to_owned()
+}
+
+fn split_port(address: &str) -> io::Result<(&str, u16)> {
+    let split = address.rsplit_once(':').and_then(|(host, port)| Some((host, port.parse().ok()?)));
+    split.ok_or_else(|| io::Error::other(format!("`{address}` is no address")))
 }
 
 impl LocalDeployment {
@@ -56,45 +110,50 @@ impl LocalDeployment {
     /// # Errors
     /// If a process does not start.
     pub(crate) fn start(
+        kind: StartedEngines,
         options: &[String],
         logs: &Path,
         listen: Ipv4Addr,
         client_lost_ms: u64,
     ) -> io::Result<Self> {
         let folder = tempfile::tempdir()?;
-        let options = [options, &shared_out(options, 2)].concat();
-        let options = options.as_slice();
-        let engine = |role: &str| {
-            let fixed = ["engine", "--role", role, "--listen", "127.0.0.1:0"].map(str::to_owned);
-            Process::start([fixed.as_slice(), options].concat(), logs.join(format!("{role}.log")))
+        let [prefill, decode] = match kind {
+            StartedEngines::Baton => baton_engines(options, logs)?,
+            StartedEngines::Sglang => sglang_engines(options, logs)?,
         };
-        let (mut prefill, mut decode) = (engine("prefill")?, engine("decode")?);
-        for process in [&mut prefill, &mut decode] {
-            // A restart uses the same address.
-            process.arguments[4] = process.http()?.to_owned();
-        }
-        let model = word(&prefill.ready, "model")?.to_owned();
+        let model = match kind {
+            StartedEngines::Baton => word(&prefill.ready, "model")?.to_owned(),
+            StartedEngines::Sglang => served_model(options),
+        };
         let written = |listen: &str, admin: &str| -> io::Result<String> {
             let config = folder.path().join(if listen.ends_with(":0") { "first.yaml" } else { "again.yaml" });
             let engines = |process: &Process| -> io::Result<serde_json::Value> {
                 Ok(json!({"engines": [{"url": format!("http://{}", process.http()?)}]}))
             };
+            let mut served =
+                json!({"name": model, "prefill": engines(&prefill)?, "decode": engines(&decode)?});
+            match kind {
+                StartedEngines::Baton => served["fallback"] = "aggregate".into(),
+                StartedEngines::Sglang => {
+                    let (host, port) = split_port(word(&prefill.ready, "bootstrap")?)?;
+                    served["protocol"] = "sglang".into();
+                    let engine = &mut served["prefill"]["engines"][0];
+                    (engine["bootstrap_host"], engine["bootstrap_port"]) = (host.into(), port.into());
+                }
+            }
             // JSON is valid YAML.
             let text = json!({
                 "listen": listen,
                 "admin": {"listen": admin},
                 "timeouts": {"client_lost_ms": client_lost_ms},
-                "models": [{
-                    "name": model, "prefill": engines(&prefill)?, "decode": engines(&decode)?,
-                    "fallback": "aggregate",
-                }],
+                "models": [served],
             });
             std::fs::write(&config, text.to_string())?;
             Ok(config.display().to_string())
         };
         let config = written(&format!("{listen}:0"), "127.0.0.1:0")?;
         let arguments = vec!["router".into(), "--config".into(), config];
-        let mut router = Process::start(arguments, logs.join("router.log"))?;
+        let mut router = Process::start(arguments, logs.join("router.log"), "http")?;
         router.arguments[2] = written(router.http()?, word(&router.ready, "admin")?)?;
         Ok(Self { router, prefill, decode, _folder: folder })
     }
@@ -117,7 +176,7 @@ impl LocalDeployment {
     /// Restarts a killed process at its address; blocks until it is ready.
     pub(crate) fn start_again(&mut self, part: DeploymentPart) -> io::Result<()> {
         let process = self.part(part);
-        *process = Process::start(process.arguments.clone(), process.log.clone())?;
+        *process = Process::start(process.arguments.clone(), process.log.clone(), process.address)?;
         Ok(())
     }
 

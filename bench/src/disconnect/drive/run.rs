@@ -17,7 +17,7 @@ use crate::disconnect::drive::progress::Progress;
 use crate::disconnect::drive::segments::SegmentRunner;
 use crate::disconnect::drive::stall::Stall;
 use crate::disconnect::drive::vanished_clients::{VanishSupport, VanishedClients};
-use crate::disconnect::plan::options::{DisconnectOptions, FaultCommands, SegmentOptions};
+use crate::disconnect::plan::options::{DisconnectOptions, FaultCommands, SegmentOptions, StartedEngines};
 use crate::disconnect::plan::phase::{CancelKind, Phase};
 use crate::disconnect::record::rate::CalibratedRate;
 use crate::disconnect::record::raw::{self, Record, RunRecord};
@@ -168,7 +168,9 @@ impl<'a> LiveRun<'a> {
             Phase::Queued | Phase::Prefill | Phase::FirstToken | Phase::Stream | Phase::Unary => true,
             // Without event logs these phases are unknown. A reply is a phase only of a prefill for another engine.
             Phase::Reply => self.driver.exact && is_seen(),
-            Phase::Gap | Phase::Fetch => self.driver.exact,
+            // SGLang's prefill engine writes at once: there is no gap.
+            Phase::Gap => self.driver.exact && self.options.start != StartedEngines::Sglang,
+            Phase::Fetch => self.driver.exact,
         }
     }
 
@@ -257,10 +259,10 @@ fn calls_to_verify(records: &[Record]) -> Vec<&raw::CallRecord> {
 }
 
 fn describe_run(options: &DisconnectOptions, deployment: &Deployment, model: &str) -> RunRecord {
-    let described = if options.url.is_some() {
-        "a running deployment"
-    } else {
-        "started for this run: router, prefill engine, decode engine"
+    let described = match (&options.url, options.start) {
+        (Some(_), _) => "a running deployment",
+        (None, StartedEngines::Baton) => "started for this run: router, prefill engine, decode engine",
+        (None, StartedEngines::Sglang) => "started for this run: router, simulated SGLang engines",
     };
     RunRecord {
         version: env!("CARGO_PKG_VERSION").into(),

@@ -11,12 +11,26 @@ use crate::disconnect::plan::vanish::NOTICED_MS;
 /// The minimum length of a round, s.
 const ROUND_SECONDS_MIN: f64 = 0.5;
 
+/// The engines of a deployment that is started for a run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, clap::ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum StartedEngines {
+    /// Baton's engines
+    #[default]
+    Baton,
+    /// Simulated SGLang engines of `baton bench sim`
+    Sglang,
+}
+
 /// Options of `baton bench disconnect`.
 #[derive(Debug, clap::Args)]
 pub struct DisconnectOptions {
     /// OpenAI endpoint of the deployment [default: start a router, a prefill and a decode engine]
     #[arg(long, value_name = "URL")]
     pub(crate) url: Option<String>,
+    /// Engines to start behind a router, without --url
+    #[arg(long, value_name = "NAME", value_enum, default_value_t = StartedEngines::default(), conflicts_with = "url")]
+    pub(crate) start: StartedEngines,
     /// Admin URL of the router, which lists the engines
     #[arg(long, value_name = "URL", requires = "url")]
     pub(crate) admin: Option<String>,
@@ -108,7 +122,7 @@ pub struct DisconnectOptions {
     /// Kill and restart nothing; only a deployment that was started here is killed at all
     #[arg(long)]
     pub(crate) no_faults: bool,
-    /// Options of engines that are started here, after `--`
+    /// Options of engines that are started here, after `--`; those of `baton bench sim` for simulated ones
     #[arg(last = true, value_name = "ENGINE OPTIONS")]
     pub(crate) engine_options: Vec<String>,
     /// Seed of arrivals, prompts and cancels
@@ -217,7 +231,7 @@ impl DisconnectOptions {
             "prompt_words": self.prompt_words, "max_tokens": self.max_tokens,
             "quiesce": self.quiesce, "final_wait": self.final_wait, "verify_seconds": self.verify_seconds,
             "fault": named(&self.fault), "recover": named(&self.recover), "no_faults": self.no_faults,
-            "engine_options": self.engine_options,
+            "start": self.start, "engine_options": self.engine_options,
         })
     }
 

@@ -214,9 +214,13 @@ impl Timeline {
                 (true, true) => Phase::Unary,
             });
         }
-        let computes = self.legs.iter().any(|leg| leg.produces && !before(leg.ended_at()));
+        let mut producers = self.legs.iter().filter(|leg| leg.produces);
+        let computes = producers.clone().any(|leg| !before(leg.ended_at()));
+        let begun = producers.any(|leg| before(leg.started));
         Some(match (before(leg.fetching), before(leg.fetched.as_ref().map(|(at, _)| *at))) {
-            // An early handoff: the prefill continues.
+            // Both legs at once: the decode leg has blocks before the prefill begins.
+            (_, false) if computes && !begun => Phase::Queued,
+            // An early handoff, or both legs at once: the prefill continues.
             (_, false) if computes => Phase::Prefill,
             (false, false) if before(leg.started) => Phase::FirstToken,
             (false, false) => Phase::Gap,

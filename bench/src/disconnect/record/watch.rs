@@ -54,7 +54,7 @@ pub(crate) enum Milestone {
     Lent,
     /// The prefill engine has written its reply.
     Replied,
-    /// The decode engine has begun to read the blocks.
+    /// The prefill has ended, and the decode engine has begun to read the blocks.
     Fetching,
     /// The decode engine has read the blocks.
     Fetched,
@@ -142,12 +142,16 @@ impl TimelineFeed {
         let timeline = state.timelines.entry(event.tag.clone()).or_default();
         timeline.apply(event);
         let produces = timeline.legs.iter().any(|leg| leg.engine == event.engine && leg.produces);
+        let computes = timeline.legs.iter().any(|leg| leg.produces && leg.ended.is_none());
+        let reads = timeline.legs.iter().any(|leg| leg.fetching.is_some() && leg.fetched.is_none());
         let milestone = match (event.kind.as_str(), produces) {
             ("queued", _) => Milestone::Queued,
             ("started", true) => Milestone::PrefillStarted,
             ("lease_opened", _) => Milestone::Lent,
             ("replied", true) => Milestone::Replied,
-            ("fetching", _) => Milestone::Fetching,
+            // A read or write that began before the prefill's end is a phase only after it.
+            ("fetching", _) if !computes => Milestone::Fetching,
+            ("ended", true) if reads => Milestone::Fetching,
             ("fetched", _) => Milestone::Fetched,
             ("first_token", false) => Milestone::FirstToken,
             _ => return,
@@ -572,5 +576,14 @@ mod tests {
         feed.publish(&event("a", "lease_opened"));
         assert!(mine.is_cancelled() && !other.is_cancelled());
         assert_eq!(feed.forget("a").map(|timeline| timeline.legs.len()), Some(1));
+        // Pages that are reserved before the prefill are read after it.
+        let reads = feed.when("c", Milestone::Fetching);
+        for (engine, kind, leg) in
+            [(1, "queued", "decode"), (0, "queued", "prefill"), (1, "fetching", ""), (0, "ended", "")]
+        {
+            assert!(!reads.is_cancelled(), "before {kind}");
+            feed.publish(&EventRecord { engine, leg: Some(leg.into()), ..event("c", kind) });
+        }
+        assert!(reads.is_cancelled());
     }
 }

@@ -458,7 +458,8 @@ fn length() -> Finish {
     Finish { reason: FinishReason::Length, stop: None }
 }
 
-fn chunk(out: &mut Vec<u8>, data: &[u8]) {
+/// Appends one chunk of a chunked response.
+pub(super) fn chunk(out: &mut Vec<u8>, data: &[u8]) {
     use std::io::Write;
     // Writing to a vector cannot fail.
     let _ = write!(out, "{:x}\r\n", data.len());

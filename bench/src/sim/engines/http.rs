@@ -11,6 +11,8 @@ pub(super) struct HttpRequest {
     pub query: String,
     pub body: Vec<u8>,
     pub request_id: Option<String>,
+    /// `x-data-parallel-rank`.
+    pub data_parallel_rank: Option<String>,
     /// `x-baton-router-settles`.
     pub settles: bool,
     /// The connection is closed after the reply.
@@ -28,12 +30,16 @@ impl HttpRequest {
         let (path, query) = target.split_once('?').unwrap_or((&target, ""));
         let body = if chunked { unchunked(body) } else { body.to_vec() };
         let (path, query) = (path.to_owned(), query.to_owned());
-        let mut request = Self { posts, path, query, body, request_id: None, settles: false, closes: old };
+        let (request_id, data_parallel_rank) = (None, None);
+        let mut request =
+            Self { posts, path, query, body, request_id, data_parallel_rank, settles: false, closes: old };
         for line in lines {
             let Some(colon) = line.iter().position(|&byte| byte == b':') else { continue };
             let (name, value) = (&line[..colon], line[colon + 1..].trim_ascii());
             if name.eq_ignore_ascii_case(b"x-request-id") {
                 request.request_id = Some(word(Some(value)));
+            } else if name.eq_ignore_ascii_case(b"x-data-parallel-rank") {
+                request.data_parallel_rank = Some(word(Some(value)));
             } else if name.eq_ignore_ascii_case(b"x-baton-router-settles") {
                 request.settles = true;
             } else if name.eq_ignore_ascii_case(b"connection") {

@@ -6,6 +6,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::text;
+
 /// The contents of an engine's blocks. Other engines read them without permission.
 #[derive(Clone, Debug)]
 pub(super) struct Contents(Arc<[AtomicU64]>);
@@ -22,6 +24,23 @@ impl Contents {
 
     pub(super) fn write(&self, block: u32, content: u64) {
         self.0[block as usize].store(content, Ordering::Relaxed);
+    }
+
+    /// Word `number` of the response to a prompt of `prompt` tokens, by the current contents of its blocks. Writes the
+    /// content of a block that the word before has begun.
+    pub(super) fn generate(
+        &self,
+        blocks: &[u32],
+        prompt: usize,
+        number: usize,
+        block_tokens: usize,
+    ) -> &'static str {
+        let used = (prompt + number).div_ceil(block_tokens).min(blocks.len());
+        if number > 0 && used > (prompt + number - 1).div_ceil(block_tokens) {
+            let before = self.read(blocks[used - 2]);
+            self.write(blocks[used - 1], text::next_content(before));
+        }
+        text::word(blocks[..used].iter().map(|&block| self.read(block)), number)
     }
 }
 

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::RequestId;
-use baton_connector_leases::event_log::EventPage;
+use baton_connector_leases::event_log::{EventLog, EventPage};
 use baton_openai::response::{ModelCard, TokenizeReply, models};
 use baton_openai::{ApiError, Endpoint, ParseLimits, TokenizeRequest, parse_object};
 use tokio::net::{TcpListener, TcpStream};
+use tokio_util::sync::CancellationToken;
 
 use super::core::Leg;
 use super::engine::Engine;
@@ -26,11 +27,29 @@ const EVENTS_SHOWN: usize = 10_000;
 
 /// Serves until the engine is stopped, then closes every connection.
 pub(super) async fn serve(listener: std::net::TcpListener, engine: Arc<Engine>) {
+    accept(listener, &engine.stop, |stream| {
+        let engine = Arc::clone(&engine);
+        async move {
+            // An error means that the caller closed the connection.
+            let _ = connection(stream, &engine).await;
+        }
+    })
+    .await;
+}
+
+/// Accepts connections and gives each to a task of its own, until `stop`. Then every task ends.
+pub(super) async fn accept<F>(
+    listener: std::net::TcpListener,
+    stop: &CancellationToken,
+    serve: impl Fn(TcpStream) -> F,
+) where
+    F: Future<Output = ()> + Send + 'static,
+{
     let Ok(listener) = TcpListener::from_std(listener) else { return };
     let mut connections = tokio::task::JoinSet::new();
     loop {
         let accepted = tokio::select! {
-            () = engine.stop.cancelled() => return,
+            () = stop.cancelled() => return,
             accepted = listener.accept() => accepted,
         };
         let Ok((stream, _)) = accepted else {
@@ -39,11 +58,7 @@ pub(super) async fn serve(listener: std::net::TcpListener, engine: Arc<Engine>) 
             continue;
         };
         let _ = stream.set_nodelay(true);
-        let engine = Arc::clone(&engine);
-        connections.spawn(async move {
-            // An error means that the caller closed the connection.
-            let _ = connection(stream, &engine).await;
-        });
+        connections.spawn(serve(stream));
         while connections.try_join_next().is_some() {}
     }
 }
@@ -154,8 +169,19 @@ fn abort(engine: &Arc<Engine>, request: &HttpRequest) -> Result<Vec<u8>, ApiErro
     Ok(json(serde_json::json!({"results": results}).to_string().as_bytes()))
 }
 
-/// `GET /debug/kv/events`, in both dialects, because the log is the simulation's record.
 async fn events(engine: &Engine, request: &HttpRequest) -> Result<Vec<u8>, ApiError> {
+    let identity = serde_json::json!({
+        "id": engine.id, "epoch": engine.epoch.to_string(), "role": engine.role.label(), "model": engine.plan.model,
+    });
+    events_page(&engine.log, &identity, request).await
+}
+
+/// `GET /debug/kv/events`, of every simulated engine, because the log is the simulation's record.
+pub(super) async fn events_page(
+    log: &EventLog,
+    identity: &serde_json::Value,
+    request: &HttpRequest,
+) -> Result<Vec<u8>, ApiError> {
     let number =
         |name: &'static str, default: u64, most: u64| match request.field(name).map(str::parse::<u64>) {
             None => Ok(default),
@@ -165,12 +191,11 @@ async fn events(engine: &Engine, request: &HttpRequest) -> Result<Vec<u8>, ApiEr
     let limit = number("limit", EVENTS_SHOWN as u64, EVENTS_SHOWN as u64)?.max(1);
     let wait = Duration::from_millis(number("wait_ms", 0, EVENTS_WAIT_MAX_MS)?);
     let page = match request.field("after") {
-        Some("latest") => EventPage { next: engine.log.latest(), lost: 0, events: Vec::new() },
-        _ => engine.log.page_within(number("after", 0, u64::MAX)?, limit as usize, wait).await,
+        Some("latest") => EventPage { next: log.latest(), lost: 0, events: Vec::new() },
+        _ => log.page_within(number("after", 0, u64::MAX)?, limit as usize, wait).await,
     };
     let body = serde_json::json!({
-        "engine": {"id": engine.id, "epoch": engine.epoch.to_string(), "role": engine.role.label(), "model": engine.plan.model},
-        "now_us": engine.log.now_us(), "next": page.next, "lost": page.lost, "events": page.events,
+        "engine": identity, "now_us": log.now_us(), "next": page.next, "lost": page.lost, "events": page.events,
     });
     Ok(json(body.to_string().as_bytes()))
 }

@@ -3,6 +3,7 @@
 mod behind_the_router;
 mod planted;
 mod protocol;
+mod sglang_pair;
 
 use std::net::SocketAddr;
 use std::time::Duration;

@@ -18,7 +18,7 @@ use super::SimArgs;
 use crate::BenchError;
 use crate::common::machine;
 use crate::common::report::print_report;
-use crate::sim::engines::{EnginePlan, FleetPlan, SimFleet};
+use crate::sim::engines::{Dialect, EnginePlan, FleetPlan, SimFleet};
 use crate::sim::instant::{SimEngine, SimRole};
 use crate::systems::router::RouterBenchError;
 use crate::systems::router::connection::{self, KeptConnection};
@@ -92,6 +92,7 @@ fn print(report: &SelfTestReport, out: &mut dyn Write) -> std::io::Result<()> {
 }
 
 fn measured(args: &SimArgs) -> Result<SelfTestReport, BenchError> {
+    let dialect = args.engine.dialect.pull().ok_or("--self-test measures `baton` and `vllm` engines")?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     Ok(SelfTestReport {
         benchmark: "sim --self-test",
@@ -100,22 +101,17 @@ fn measured(args: &SimArgs) -> Result<SelfTestReport, BenchError> {
         commit: machine::commit(),
         machine: machine::described(),
         command: machine::command(),
-        dialect: args.engine.dialect.label(),
+        dialect: dialect.label(),
         prompt_tokens: PROMPT,
         answer_tokens: ANSWER,
         connections: CONNECTIONS,
         target_per_core: TARGET,
-        rates: runtime.block_on(measure(args))?,
+        rates: runtime.block_on(measure(args, dialect))?,
     })
 }
 
-async fn measure(args: &SimArgs) -> Result<Vec<MeasuredRate>, BenchError> {
-    let engine = EnginePlan {
-        dialect: args.engine.dialect,
-        waiting_max: CONNECTIONS,
-        blocks: 1 << 16,
-        ..EnginePlan::instant()
-    };
+async fn measure(args: &SimArgs, dialect: Dialect) -> Result<Vec<MeasuredRate>, BenchError> {
+    let engine = EnginePlan { dialect, waiting_max: CONNECTIONS, blocks: 1 << 16, ..EnginePlan::instant() };
     let requests = args.self_test_requests as usize / CONNECTIONS * CONNECTIONS;
     let words: String = (0..PROMPT).map(|word| format!("word{word} ")).collect();
     let whole =

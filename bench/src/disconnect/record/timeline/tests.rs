@@ -75,6 +75,37 @@ fn a_call_goes_through_every_phase_in_order() {
 }
 
 #[test]
+fn legs_that_begin_at_once_are_queued_until_the_prefill_begins() {
+    let timeline = timeline_of(&[
+        (1, "queued", 10),
+        (1, "fetching", 12),
+        (0, "queued", 15),
+        (0, "started", 20),
+        (0, "lease_opened", 80),
+        (0, "ended", 80),
+        (0, "lease_ended", 90),
+        (1, "fetched", 91),
+    ]);
+    let seen = ClientTimes { stream: true, first_token: Some(100), ..ClientTimes::default() };
+    let phases = [
+        (5, Phase::Queued),
+        (13, Phase::Queued),
+        (19, Phase::Queued),
+        (20, Phase::Prefill),
+        (80, Phase::Fetch),
+        (91, Phase::FirstToken),
+        (100, Phase::Stream),
+    ];
+    for (at, expected) in phases {
+        assert_eq!(timeline.phase_at(&seen, at), Some(expected), "at {at}");
+    }
+    let spans = timeline.spans(&seen);
+    let expected =
+        [(Phase::Queued, 15, 20), (Phase::Prefill, 20, 80), (Phase::Fetch, 80, 91), (Phase::FirstToken, 91, 100)];
+    assert_eq!(spans, expected);
+}
+
+#[test]
 fn spans_are_what_the_phases_were() {
     let seen = ClientTimes { stream: true, first_token: Some(160), ..ClientTimes::default() };
     let spans = timeline_of(&WHOLE).spans(&seen);

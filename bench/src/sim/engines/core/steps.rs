@@ -4,7 +4,6 @@ use baton_connector_leases::event_log::RequestEvent;
 
 use super::{Action, CATCH_UP_US, Core, Leg, RequestEnd, RequestPhase, Step, Ticket, us};
 use crate::sim::engines::pool::BlockHolder;
-use crate::sim::engines::text;
 
 impl Core {
     /// Processes everything that is due.
@@ -140,14 +139,8 @@ impl Core {
     /// The next word depends on the current contents of the blocks.
     fn generate_word(&mut self, ticket: Ticket, now_us: u64) {
         let request = self.requests.get_mut(&ticket).expect("it was looked up");
-        let (number, size) = (request.words.len(), self.plan.block_tokens);
-        let contents = self.pool.contents();
-        let used = (request.sent.prompt + number).div_ceil(size).min(request.blocks.len());
-        if number > 0 && used > (request.sent.prompt + number - 1).div_ceil(size) {
-            let before = contents.read(request.blocks[used - 2]);
-            contents.write(request.blocks[used - 1], text::next_content(before));
-        }
-        let word = text::word(request.blocks[..used].iter().map(|&block| contents.read(block)), number);
+        let (number, contents) = (request.words.len(), self.pool.contents());
+        let word = contents.generate(&request.blocks, request.sent.prompt, number, self.plan.block_tokens);
         request.words.push(word);
         self.counts.generation_tokens += 1;
         if number == 0 {
