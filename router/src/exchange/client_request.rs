@@ -8,6 +8,7 @@ mod pass_through;
 use std::hash::{Hash, Hasher};
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use baton_connector::RequestId;
@@ -43,6 +44,8 @@ pub(crate) struct ClientRequest {
     pub body: RawBody,
     /// How many prompts it has. One handoff is one sequence of blocks.
     pub prompts: usize,
+    /// It has several choices.
+    pub has_choices: bool,
     /// A decode engine computes the whole request, because the response contains log probabilities of the prompt. A
     /// stock decode engine computes the whole prompt for them even with a handoff, and a prefill engine's reply would
     /// hold all of them.
@@ -144,6 +147,7 @@ impl ClientRequest {
             body,
             owned,
             prompts: outline.prompts,
+            has_choices: outline.request.n > 1,
             prompt_logprobs,
             tokens,
             prompt_tokens,
@@ -163,6 +167,7 @@ impl ClientRequest {
     pub(crate) fn disaggregation_inputs(&self, cached: CachedPrefix) -> DisaggregationInputs {
         DisaggregationInputs {
             several_prompts: self.prompts > 1,
+            several_choices: self.has_choices && self.model.pushes.load(Ordering::Relaxed),
             prompt_logprobs: self.prompt_logprobs,
             ..DisaggregationInputs::new(&self.model, &self.routing_features(), cached)
         }

@@ -123,6 +123,7 @@ baton_connector::labelled! {
         WorthIt => "worth_it",
         NoPrefillEngines => "no_prefill_engines",
         SeveralPrompts => "several_prompts",
+        SeveralChoices => "several_choices",
         PromptLogprobs => "prompt_logprobs",
         ShortPrompt => "short_prompt",
         /// The decode engine has cached too much of the prompt.
@@ -140,6 +141,7 @@ impl DisaggregationReason {
             Self::Always | Self::WorthIt => true,
             Self::NoPrefillEngines
             | Self::SeveralPrompts
+            | Self::SeveralChoices
             | Self::PromptLogprobs
             | Self::ShortPrompt
             | Self::Cached

@@ -17,6 +17,8 @@ pub(crate) struct DisaggregationInputs {
     pub has_prefill: bool,
     /// The request has several prompts; one handoff is one sequence of blocks.
     pub several_prompts: bool,
+    /// The request has several choices, and the prefill engine writes to one sequence.
+    pub several_choices: bool,
     /// The response contains log probabilities of the prompt's tokens, which an engine with a handoff has not computed.
     pub prompt_logprobs: bool,
     /// Estimated tokens of the prompt.
@@ -33,6 +35,7 @@ impl DisaggregationInputs {
         Self {
             has_prefill: !model.prefill.is_empty(),
             several_prompts: false,
+            several_choices: false,
             prompt_logprobs: false,
             prompt_tokens: features.tokens,
             cached_share: cached.share(features),
@@ -48,6 +51,9 @@ pub(crate) fn decide(config: &DisaggregateConfig, inputs: &DisaggregationInputs)
     }
     if inputs.several_prompts {
         return DisaggregationReason::SeveralPrompts;
+    }
+    if inputs.several_choices {
+        return DisaggregationReason::SeveralChoices;
     }
     if inputs.prompt_logprobs {
         return DisaggregationReason::PromptLogprobs;
@@ -91,6 +97,8 @@ mod tests {
         assert_eq!(decide(&config, &facts(0, 1.0)), DisaggregationReason::Always);
         let several = DisaggregationInputs { several_prompts: true, ..facts(9_000, 0.0) };
         assert_eq!(decide(&config, &several), DisaggregationReason::SeveralPrompts);
+        let choices = DisaggregationInputs { several_choices: true, ..facts(9_000, 0.0) };
+        assert_eq!(decide(&config, &choices), DisaggregationReason::SeveralChoices);
         let logprobs = DisaggregationInputs { prompt_logprobs: true, ..facts(9_000, 0.0) };
         assert_eq!(decide(&config, &logprobs), DisaggregationReason::PromptLogprobs);
         let none = DisaggregationInputs { has_prefill: false, ..facts(9_000, 0.0) };

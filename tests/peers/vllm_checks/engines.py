@@ -1,4 +1,4 @@
-"""vLLM engines with the NixlConnector or the BatonConnector."""
+"""vLLM engines with the NixlConnector, the NixlPushConnector or the BatonConnector."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from .clients import BLOCK
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 START_S = 600  # vLLM imports for half a minute, and machines are slow
 BLOCKS = 96
-STOCK, BATON = "stock", "baton"
+STOCK, PUSH, BATON = "stock", "push", "baton"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Engine:
         return self.setup.connector == BATON
 
     def transfer_config(self, policy):
-        config = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+        connector = "NixlPushConnector" if self.setup.connector == PUSH else "NixlConnector"
+        config = {"kv_connector": connector, "kv_role": "kv_both"}
         extra = {"kv_lease_duration": self.setup.lease}
         if self.has_log:
             config.update(kv_connector="BatonConnector", kv_connector_module_path="baton_vllm")

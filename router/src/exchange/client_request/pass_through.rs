@@ -62,6 +62,7 @@ impl ClientRequest {
             dialect: Dialect::Passthrough(path),
             model,
             prompts: 1,
+            has_choices: false,
             prompt_logprobs: false,
             owned,
             tokens,

@@ -67,6 +67,14 @@ impl ExchangeDriver {
         let reason = self.decide_disaggregation(request);
         let (reason, handoff) = if reason.is_remote() {
             match self.prefill_remotely(session, request).await {
+                // The first reply shows that the engine writes to one sequence.
+                Ok(PrefillOutcome::Responded(Some(_)))
+                    if request.has_choices && self.protocol.write_frees_decode() =>
+                {
+                    self.apply(Event::HandoffUnusable);
+                    self.apply(Event::PrefillSkipped);
+                    (DisaggregationReason::SeveralChoices, Ok(None))
+                }
                 Ok(PrefillOutcome::Responded(handoff)) => (reason, Ok(handoff)),
                 Ok(PrefillOutcome::Unavailable(..)) if request.model.fallback == Fallback::Aggregate => {
                     self.apply(Event::PrefillSkipped);
