@@ -70,24 +70,28 @@ impl TestPair {
         let result = what(&mut self.ranks[side], self.now_us);
         self.ranks[side].advance(self.now_us);
         for action in self.ranks[side].take_actions() {
-            match action {
-                RankAction::Send(to, Envelope { message, .. }) => {
-                    let to = usize::from(to == address(D));
-                    assert_ne!(to, side, "no rank sends to itself");
-                    self.sent += 1;
-                    let at_us = (self.now_us + self.latency_us).max(self.last_us[to]);
-                    self.last_us[to] = at_us;
-                    if !self.partitioned {
-                        self.network.insert((at_us, self.sent), (to, message));
-                    }
-                }
-                RankAction::Resolve { ticket, .. } => {
-                    let prefill = PeerRank { at: address(P), rank: 0 };
-                    self.drive(side, |rank, now_us| rank.resolved(ticket, Ok(prefill), now_us));
-                }
-            }
+            self.act(side, action);
         }
         result
+    }
+
+    fn act(&mut self, side: usize, action: RankAction) {
+        match action {
+            RankAction::Send(to, Envelope { message, .. }) => {
+                let to = usize::from(to == address(D));
+                assert_ne!(to, side, "no rank sends to itself");
+                self.sent += 1;
+                let at_us = (self.now_us + self.latency_us).max(self.last_us[to]);
+                self.last_us[to] = at_us;
+                if !self.partitioned {
+                    self.network.insert((at_us, self.sent), (to, message));
+                }
+            }
+            RankAction::Resolve { ticket, .. } => {
+                let prefill = PeerRank { at: address(P), rank: 0 };
+                self.drive(side, |rank, now_us| rank.resolved(ticket, Ok(prefill), now_us));
+            }
+        }
     }
 
     fn submit(&mut self, side: usize, room: u64, rid: &str, max_tokens: usize) -> LegTicket {
