@@ -30,7 +30,7 @@ struct TestPair {
     latency_us: u64,
     /// Whether P receives and sends nothing.
     partitioned: bool,
-    ends: [HashMap<LegTicket, LegEnd>; 2],
+    ends: [HashMap<LegTicket, RankLegEnd>; 2],
     words: HashMap<LegTicket, Vec<Cow<'static, str>>>,
     /// Writes into pages that another leg or none holds.
     stray_writes: usize,
@@ -197,8 +197,8 @@ impl TestPair {
     }
 }
 
-fn failed(end: Option<&LegEnd>, text: &str) -> bool {
-    matches!(end, Some(LegEnd::Failed { status: 500, message }) if message.contains(text))
+fn failed(end: Option<&RankLegEnd>, text: &str) -> bool {
+    matches!(end, Some(RankLegEnd::Failed { status: 500, message }) if message.contains(text))
 }
 
 fn plan() -> EnginePlan {
@@ -219,8 +219,8 @@ fn both_legs_wait_for_each_other_in_either_order() {
         assert_eq!(pair.ranks[P].counts.prompt_tokens, 0, "P computes nothing before D has pages");
         let other = pair.submit(1 - first, 7, "a", 5);
         pair.run_for(10 * SECOND);
-        assert_eq!(pair.ends[first].get(&one), Some(&LegEnd::Length));
-        assert_eq!(pair.ends[1 - first].get(&other), Some(&LegEnd::Length));
+        assert_eq!(pair.ends[first].get(&one), Some(&RankLegEnd::Length));
+        assert_eq!(pair.ends[1 - first].get(&other), Some(&RankLegEnd::Length));
         pair.assert_quiet(0);
     }
 }
