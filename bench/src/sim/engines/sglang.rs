@@ -10,7 +10,7 @@
 //! P and D have no memory in common. They find each other by the bootstrap address in the body, so they may be
 //! processes of their own. Pairing, pages, aborts and timeouts are in [`rank`], without I/O.
 //!
-//! By SGLang's source, and not by intuition:
+//! Two rules of SGLang's source that a router meets:
 //! - A refusal of the HTTP server (400, 503) precedes the scheduler, and an abort of a `rid` that has not arrived has no
 //!   effect. The peer is not notified of either.
 //! - P notifies D of its end if D's page indices have arrived. D notifies P as soon as it knows P's address.

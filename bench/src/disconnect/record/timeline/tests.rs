@@ -100,8 +100,12 @@ fn legs_that_begin_at_once_are_queued_until_the_prefill_begins() {
         assert_eq!(timeline.phase_at(&seen, at), Some(expected), "at {at}");
     }
     let spans = timeline.spans(&seen);
-    let expected =
-        [(Phase::Queued, 15, 20), (Phase::Prefill, 20, 80), (Phase::Fetch, 80, 91), (Phase::FirstToken, 91, 100)];
+    let expected = [
+        (Phase::Queued, 15, 20),
+        (Phase::Prefill, 20, 80),
+        (Phase::Fetch, 80, 91),
+        (Phase::FirstToken, 91, 100),
+    ];
     assert_eq!(spans, expected);
 }
 

@@ -143,19 +143,23 @@ impl SglangEngine {
             self.wake.notify_one();
         }
         for action in actions {
-            match action {
-                RankAction::Send(to, envelope) => self.links.send(to, envelope),
-                RankAction::Resolve { ticket, bootstrap, room, prefill_rank } => {
-                    let engine = Arc::clone(self);
-                    self.runtime.spawn(async move {
-                        let size = engine.plan.block_tokens;
-                        let found = engine.prefills.resolve(&bootstrap, room, prefill_rank, size).await;
-                        engine.drive(number, |rank, now_us| rank.resolved(ticket, found, now_us));
-                    });
-                }
-            }
+            self.act(number, action);
         }
         result
+    }
+
+    fn act(self: &Arc<Self>, number: usize, action: RankAction) {
+        match action {
+            RankAction::Send(to, envelope) => self.links.send(to, envelope),
+            RankAction::Resolve { ticket, bootstrap, room, prefill_rank } => {
+                let engine = Arc::clone(self);
+                self.runtime.spawn(async move {
+                    let size = engine.plan.block_tokens;
+                    let found = engine.prefills.resolve(&bootstrap, room, prefill_rank, size).await;
+                    engine.drive(number, |rank, now_us| rank.resolved(ticket, found, now_us));
+                });
+            }
+        }
     }
 
     /// A message of another engine. One for a rank that does not exist is dropped.

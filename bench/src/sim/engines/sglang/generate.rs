@@ -30,7 +30,7 @@ use super::super::text;
 use super::body::{self, GeneratePath, SglangBody};
 use super::engine::{RidGuard, SglangEngine};
 use super::message::LegTicket;
-use super::rank::{EndCause, LegEnd, LegOutput, LegSubmission};
+use super::rank::{EndCause, LegOutput, LegSubmission, RankLegEnd};
 use crate::sim::instant::connection::ServerConnection;
 
 const STREAM_HEAD: &[u8] =
@@ -229,11 +229,11 @@ impl<'a> SglangExchange<'a> {
             }
         };
         let reason = match end {
-            LegEnd::Failed { status, message } => {
+            RankLegEnd::Failed { status, message } => {
                 return self.fail(connection, &SglangError { status, message }).await;
             }
-            LegEnd::Length => FinishReason::Length,
-            LegEnd::Aborted => FinishReason::Abort,
+            RankLegEnd::Length => FinishReason::Length,
+            RankLegEnd::Aborted => FinishReason::Abort,
         };
         let body = match self.path {
             GeneratePath::Native => self.native(&words, number, Some(reason)).to_string().into_bytes(),
@@ -265,13 +265,13 @@ impl<'a> SglangExchange<'a> {
         let (mut text, mut number) = (String::new(), 0);
         loop {
             let LegOutput { words, end } = self.next_output(connection).await?;
-            if let Some(LegEnd::Failed { status, message }) = end {
+            if let Some(RankLegEnd::Failed { status, message }) = end {
                 return self.fail(connection, &SglangError { status, message }).await;
             }
             let mut out = if self.client.streams { Vec::new() } else { STREAM_HEAD.to_vec() };
             let reason = end.as_ref().map(|end| match end {
-                LegEnd::Aborted => FinishReason::Abort,
-                LegEnd::Length | LegEnd::Failed { .. } => FinishReason::Length,
+                RankLegEnd::Aborted => FinishReason::Abort,
+                RankLegEnd::Length | RankLegEnd::Failed { .. } => FinishReason::Length,
             });
             match &encoder {
                 Some(encoder) => self.deltas(&mut out, encoder, &words, number, reason),

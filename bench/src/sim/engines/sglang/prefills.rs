@@ -24,7 +24,8 @@ const KNOWN_MAX: usize = 256;
 /// SGLang's timeout of a request to the bootstrap server.
 const ROUTE_WITHIN: Duration = Duration::from_secs(5);
 /// The fields of SGLang's `/route`.
-pub(super) const ROUTE_FIELDS: [&str; 4] = ["prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank"];
+pub(super) const ROUTE_FIELDS: [&str; 4] =
+    ["prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank"];
 
 /// What D knows of a prefill engine.
 #[derive(Clone)]

@@ -74,7 +74,7 @@ pub(super) struct LegSubmission {
 
 /// How a leg has ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum LegEnd {
+pub(super) enum RankLegEnd {
     /// The response is complete.
     Length,
     /// An abort ended it in a queue or a batch: the response is complete, with `finish_reason` abort.
@@ -87,7 +87,7 @@ pub(super) enum LegEnd {
 #[derive(Debug, Default)]
 pub(super) struct LegOutput {
     pub words: Vec<Cow<'static, str>>,
-    pub end: Option<LegEnd>,
+    pub end: Option<RankLegEnd>,
 }
 
 /// An action of the I/O layer.
@@ -151,7 +151,7 @@ struct SglangLeg {
     there: usize,
     words: Vec<Cow<'static, str>>,
     taken: usize,
-    end: Option<LegEnd>,
+    end: Option<RankLegEnd>,
     /// The leg ends at the end of the step, for this cause.
     aborting: Option<EndCause>,
     /// The caller has disconnected and will not take the end.
@@ -402,7 +402,7 @@ impl SglangRank {
             }
             LegPhase::Waiting => {
                 self.log_abort(ticket, cause);
-                self.end(ticket, LegEnd::Aborted, now_us);
+                self.end(ticket, RankLegEnd::Aborted, now_us);
             }
             LegPhase::Running => {
                 self.log_abort(ticket, cause);
@@ -450,15 +450,15 @@ impl SglangRank {
         } else {
             self.counts.bootstrap_failed += 1;
         }
-        self.end_for(ticket, LegEnd::Failed { status: 500, message }, cause, reason, now_us);
+        self.end_for(ticket, RankLegEnd::Failed { status: 500, message }, cause, reason, now_us);
     }
 
     /// Ends a leg as its response reports it.
-    fn end(&mut self, ticket: LegTicket, end: LegEnd, now_us: u64) {
+    fn end(&mut self, ticket: LegTicket, end: RankLegEnd, now_us: u64) {
         self.end_for(ticket, end, EndCause::Verb, ABORTED_BY_REQUEST, now_us);
     }
 
-    fn end_for(&mut self, ticket: LegTicket, end: LegEnd, cause: EndCause, reason: &str, now_us: u64) {
+    fn end_for(&mut self, ticket: LegTicket, end: RankLegEnd, cause: EndCause, reason: &str, now_us: u64) {
         self.clear_timer(ticket);
         for queue in [&mut self.opening, &mut self.waiting] {
             queue.retain(|of| *of != ticket);
@@ -471,9 +471,9 @@ impl SglangRank {
         let computed = if self.traits.role == Role::Prefill { computed } else { 0 };
         if (self.traits.role, phase) != (Role::Prefill, LegPhase::Transferring) {
             let outcome = match &end {
-                LegEnd::Length => "length",
-                LegEnd::Aborted => "abort",
-                LegEnd::Failed { .. } => cause.abort().map_or("error", |_| "abort"),
+                RankLegEnd::Length => "length",
+                RankLegEnd::Aborted => "abort",
+                RankLegEnd::Failed { .. } => cause.abort().map_or("error", |_| "abort"),
             };
             self.emit(ticket, RequestEvent::Ended { outcome, generated, computed, blocks });
         }

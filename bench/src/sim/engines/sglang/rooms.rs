@@ -112,7 +112,10 @@ mod tests {
     use super::*;
 
     fn decode(leg: u64) -> DecodeLeg {
-        DecodeLeg { peer: PeerRank { at: SocketAddr::from((Ipv4Addr::LOCALHOST, 1)), rank: 0 }, leg: LegTicket(leg) }
+        DecodeLeg {
+            peer: PeerRank { at: SocketAddr::from((Ipv4Addr::LOCALHOST, 1)), rank: 0 },
+            leg: LegTicket(leg),
+        }
     }
 
     const ONE: LegTicket = LegTicket(1);

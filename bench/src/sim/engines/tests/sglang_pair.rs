@@ -128,7 +128,6 @@ async fn read_response(caller: &mut TestCaller) -> Response {
     tokio::time::timeout(PATIENCE, reads).await.expect("the whole body");
     Response { status, body: serde_json::from_slice(&body).unwrap_or_default() }
 }
-}
 
 #[tokio::test]
 async fn a_pair_responds_with_the_text_of_one_engine_and_ps_first_token() {

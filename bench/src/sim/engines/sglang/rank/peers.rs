@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use baton_connector_leases::event_log::RequestEvent;
 
-use super::{Drain, EndCause, LegEnd, LegPhase, RankAction, SglangRank, TimerOf, us};
+use super::{Drain, EndCause, LegPhase, RankAction, RankLegEnd, SglangRank, TimerOf, us};
 use crate::sim::engines::pool::BlockHolder;
 use crate::sim::engines::sglang::message::{DecodeLeg, Envelope, LegTicket, PeerMessage, PeerRank};
 use crate::sim::engines::sglang::plan::AbortExchange;
@@ -180,12 +180,12 @@ impl SglangRank {
         ticket: LegTicket,
         phase: LegPhase,
         peer: Option<(DecodeLeg, Vec<u32>)>,
-        end: &LegEnd,
+        end: &RankLegEnd,
         reason: &str,
         now_us: u64,
     ) {
         let room = self.leg(ticket).sent.room;
-        let failed = *end != LegEnd::Length;
+        let failed = *end != RankLegEnd::Length;
         if phase == LegPhase::Transferring {
             let leg = &self.legs[&ticket];
             let (blocks, begun_us) = (leg.pages.len(), leg.since_us);

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use baton_connector_leases::event_log::RequestEvent;
 
-use super::{Drain, EndCause, LegEnd, LegPhase, SglangRank, TimerOf, us};
+use super::{Drain, EndCause, LegPhase, RankLegEnd, SglangRank, TimerOf, us};
 use crate::sim::engines::pool::BlockHolder;
 use crate::sim::engines::role::Role;
 use crate::sim::engines::sglang::message::{LegTicket, PeerMessage};
@@ -85,7 +85,7 @@ impl SglangRank {
         if let Some((to, pages)) = self.rooms.peer(room).cloned() {
             self.send(to.peer, PeerMessage::Written { room, leg: to.leg, pages, contents, word });
         }
-        self.end(ticket, LegEnd::Length, now_us);
+        self.end(ticket, RankLegEnd::Length, now_us);
     }
 
     pub(super) fn contents_of(&self, pages: &[u32]) -> Vec<u64> {
@@ -172,7 +172,7 @@ impl SglangRank {
                     // P finds the room's failure before it sends the next chunk.
                     EndCause::Peer => self.fail_running(ticket, now_us),
                     EndCause::Disconnect | EndCause::Verb | EndCause::Error => {
-                        self.end(ticket, LegEnd::Aborted, now_us);
+                        self.end(ticket, RankLegEnd::Aborted, now_us);
                     }
                 }
                 continue;
@@ -220,7 +220,7 @@ impl SglangRank {
     pub(super) fn end_if_complete(&mut self, ticket: LegTicket, now_us: u64) {
         let leg = &self.legs[&ticket];
         if leg.words.len() >= leg.sent.max_tokens {
-            self.end(ticket, LegEnd::Length, now_us);
+            self.end(ticket, RankLegEnd::Length, now_us);
         }
     }
 

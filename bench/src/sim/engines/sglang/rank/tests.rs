@@ -30,7 +30,7 @@ struct TestPair {
     latency_us: u64,
     /// Whether P receives and sends nothing.
     partitioned: bool,
-    ends: [HashMap<LegTicket, LegEnd>; 2],
+    ends: [HashMap<LegTicket, RankLegEnd>; 2],
     words: HashMap<LegTicket, Vec<Cow<'static, str>>>,
     /// Writes into pages that another leg or none holds.
     stray_writes: usize,
@@ -70,24 +70,28 @@ impl TestPair {
         let result = what(&mut self.ranks[side], self.now_us);
         self.ranks[side].advance(self.now_us);
         for action in self.ranks[side].take_actions() {
-            match action {
-                RankAction::Send(to, Envelope { message, .. }) => {
-                    let to = usize::from(to == address(D));
-                    assert_ne!(to, side, "no rank sends to itself");
-                    self.sent += 1;
-                    let at_us = (self.now_us + self.latency_us).max(self.last_us[to]);
-                    self.last_us[to] = at_us;
-                    if !self.partitioned {
-                        self.network.insert((at_us, self.sent), (to, message));
-                    }
-                }
-                RankAction::Resolve { ticket, .. } => {
-                    let prefill = PeerRank { at: address(P), rank: 0 };
-                    self.drive(side, |rank, now_us| rank.resolved(ticket, Ok(prefill), now_us));
-                }
-            }
+            self.act(side, action);
         }
         result
+    }
+
+    fn act(&mut self, side: usize, action: RankAction) {
+        match action {
+            RankAction::Send(to, Envelope { message, .. }) => {
+                let to = usize::from(to == address(D));
+                assert_ne!(to, side, "no rank sends to itself");
+                self.sent += 1;
+                let at_us = (self.now_us + self.latency_us).max(self.last_us[to]);
+                self.last_us[to] = at_us;
+                if !self.partitioned {
+                    self.network.insert((at_us, self.sent), (to, message));
+                }
+            }
+            RankAction::Resolve { ticket, .. } => {
+                let prefill = PeerRank { at: address(P), rank: 0 };
+                self.drive(side, |rank, now_us| rank.resolved(ticket, Ok(prefill), now_us));
+            }
+        }
     }
 
     fn submit(&mut self, side: usize, room: u64, rid: &str, max_tokens: usize) -> LegTicket {
@@ -193,8 +197,8 @@ impl TestPair {
     }
 }
 
-fn failed(end: Option<&LegEnd>, text: &str) -> bool {
-    matches!(end, Some(LegEnd::Failed { status: 500, message }) if message.contains(text))
+fn failed(end: Option<&RankLegEnd>, text: &str) -> bool {
+    matches!(end, Some(RankLegEnd::Failed { status: 500, message }) if message.contains(text))
 }
 
 fn plan() -> EnginePlan {
@@ -215,8 +219,8 @@ fn both_legs_wait_for_each_other_in_either_order() {
         assert_eq!(pair.ranks[P].counts.prompt_tokens, 0, "P computes nothing before D has pages");
         let other = pair.submit(1 - first, 7, "a", 5);
         pair.run_for(10 * SECOND);
-        assert_eq!(pair.ends[first].get(&one), Some(&LegEnd::Length));
-        assert_eq!(pair.ends[1 - first].get(&other), Some(&LegEnd::Length));
+        assert_eq!(pair.ends[first].get(&one), Some(&RankLegEnd::Length));
+        assert_eq!(pair.ends[1 - first].get(&other), Some(&RankLegEnd::Length));
         pair.assert_quiet(0);
     }
 }
