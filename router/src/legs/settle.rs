@@ -373,6 +373,10 @@ impl Settler {
         let result = self.send_abort(engine, request, leg).await;
         if result == SettlementResult::Confirmed {
             self.metrics.record_abort_propagation(leg, begun.elapsed());
+            for pause in engine.protocol().abort_repeats() {
+                tokio::time::sleep(*pause).await;
+                self.send_abort(engine, request, leg).await;
+            }
         }
         result
     }

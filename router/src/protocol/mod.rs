@@ -14,6 +14,7 @@ mod vllm;
 mod vllm_push;
 
 use std::fmt;
+use std::time::Duration;
 
 use baton_connector::exchange::SettlementCause;
 use baton_connector::{Handle, RequestId};
@@ -107,6 +108,12 @@ pub(crate) trait Protocol: Send + Sync + fmt::Debug {
 
     /// The command that aborts one leg.
     fn abort(&self, request: &RequestId, leg: Leg) -> Command;
+
+    /// The pauses before an abort is repeated, for engines that confirm every abort and know a request only some time
+    /// after its body has arrived.
+    fn abort_repeats(&self) -> &'static [Duration] {
+        &[]
+    }
 
     /// Whether the body of a successful answer confirms a command.
     fn confirms(&self, verb: Verb, body: &[u8]) -> bool;

@@ -10,6 +10,8 @@
 //! - The scheduler aborts by prefix (`managers/scheduler.py`). So all ids of the router have the same length.
 //! - `/health` generates a token, and answers after a second at least (`entrypoints/http_server.py`).
 
+use std::time::Duration;
+
 use baton_connector::exchange::SettlementCause;
 use baton_connector::{Handle, RequestId};
 use baton_openai::{ApiError, Code};
@@ -24,6 +26,10 @@ use crate::metrics::Leg;
 
 /// The port of a bootstrap server if neither the configuration nor the engine names one.
 const BOOTSTRAP_PORT: u16 = 8998;
+/// An abort that arrives before its request has no effect, and its answer is the same
+/// (`managers/tokenizer_manager.py`, `abort_request`). Without a repetition the engine notices only the closed
+/// connection, after up to 4 s.
+const ABORT_REPEATS: [Duration; 2] = [Duration::from_millis(250), Duration::from_millis(750)];
 /// Most prompts of one request: each has a room of its own.
 const PROMPTS_MAX: usize = 1024;
 
@@ -113,6 +119,10 @@ impl Protocol for Sglang {
     /// Engines answer 200 for every id.
     fn abort(&self, request: &RequestId, _leg: Leg) -> Command {
         Command { path: "/abort_request", body: Bytes::from(json!({"rid": request.as_str()}).to_string()) }
+    }
+
+    fn abort_repeats(&self) -> &'static [Duration] {
+        &ABORT_REPEATS
     }
 
     fn confirms(&self, verb: Verb, _body: &[u8]) -> bool {

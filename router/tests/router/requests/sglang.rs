@@ -40,10 +40,14 @@ async fn gated_prefill() -> FakeEngine {
     engine("prefill", Action::ReplyGated(Value::Null)).await
 }
 
-/// The rids of all aborts.
+/// The rids of all aborts. Each abort is sent three times: an engine confirms also an abort that has overtaken its
+/// request.
 fn rids(engine: &FakeEngine) -> Vec<String> {
     let aborts = engine.all().into_iter().filter(|request| request.path == "/abort_request");
-    aborts.map(|request| request.body["rid"].as_str().unwrap_or_default().to_owned()).collect()
+    let mut rids: Vec<_> =
+        aborts.map(|request| request.body["rid"].as_str().unwrap_or_default().to_owned()).collect();
+    rids.dedup();
+    rids
 }
 
 fn rid(engine: &FakeEngine, number: usize) -> String {
@@ -124,6 +128,23 @@ async fn a_cancel_ends_both_legs_in_every_phase() {
             assert_eq!(rids(&d).len(), 1);
         }
     }
+}
+
+#[tokio::test]
+async fn an_abort_is_repeated_because_it_may_overtake_its_request() {
+    let (p, d) = (gated_prefill().await, engine("decode", Action::Hang).await);
+    let system = TestRouter::start(&[&p], &[&d]).await;
+    let mut client = Client::connect(system.address).await;
+    client.post("/v1/completions", &completion(true)).await;
+    await_requests(&d, 1).await;
+    drop(client);
+    let aborts =
+        |engine: &FakeEngine| engine.all().iter().filter(|request| request.path == "/abort_request").count();
+    for engine in [&p, &d] {
+        engine.wait("three aborts", |engine| aborts(engine) == 3).await;
+    }
+    p.open_gate();
+    system.settled().await;
 }
 
 #[tokio::test]
