@@ -31,7 +31,7 @@ pub use health::{
     ActiveConfig, AllOut, BreakerConfig, HealthConfig, OutlierConfig, Ready, ReportedLoadConfig,
 };
 pub use limits::{LimitsConfig, Priority, PriorityWeights, QueueConfig};
-pub use listeners::{AdminConfig, ClientAuth, EngineTlsConfig, ListenTlsConfig};
+pub use listeners::{AdminConfig, ClientAuth, CorsConfig, EngineTlsConfig, ListenTlsConfig};
 pub use models::{CapacityConfig, DisaggregateConfig, Fallback, ModelConfig, PoolConfig};
 pub use observe::{AccessLogConfig, ExplainConfig, OtlpConfig, TelemetryConfig};
 pub use policy::{
@@ -88,6 +88,10 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(length(max = 256))]
     pub trusted_proxies: Vec<Cidr>,
+    /// Pages of other origins that may call the client listener from a browser (CORS). Default: none.
+    #[serde(default)]
+    #[garde(dive)]
+    pub cors: Option<CorsConfig>,
     /// TLS towards engines whose address is `https://`. Default: none.
     #[serde(default)]
     #[garde(dive)]

@@ -41,7 +41,7 @@ pub(super) struct RequestIds {
     pub(super) id: RequestId,
     /// The client's own id, if its form is valid.
     pub(super) client_id: Option<HeaderValue>,
-    /// Headers of every response: the id (the client's own, if valid) and the client's limits.
+    /// Headers of every response: the id (the client's own, if valid), the client's limits, those for browsers.
     pub(super) common_headers: CommonHeaders,
 }
 
@@ -76,7 +76,7 @@ impl RequestContext {
     pub(super) fn new(shared: &Arc<Shared>) -> Self {
         let id = request_id::generate();
         let echoed = HeaderValue::from_str(id.as_str()).expect("a request id is printable ASCII");
-        let common_headers = CommonHeaders { id: echoed, limits: Vec::new() };
+        let common_headers = CommonHeaders { id: echoed, limits: Vec::new(), cors: Vec::new() };
         Self {
             begun: shared.now(),
             generation: shared.generation(),

@@ -5,6 +5,7 @@
 //! in every open stream.
 
 mod context;
+mod cors;
 mod models;
 mod response;
 
@@ -49,6 +50,10 @@ impl ClientService {
             context.ids.common_headers.id = echoed;
         }
         context.read_head(session);
+        if let Some(config) = &context.generation.config.cors {
+            let head = session.req_header();
+            context.ids.common_headers.cors = cors::headers(config, &head.method, &head.headers);
+        }
         if let Err(ended) = self.serve(session, &mut context).await {
             context.accounting.status = match ended {
                 RequestError::ClientGone => 499,

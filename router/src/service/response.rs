@@ -44,12 +44,14 @@ pub(crate) struct CommonHeaders {
     pub id: HeaderValue,
     /// `x-ratelimit-*`, if the client has limits.
     pub limits: Vec<(HeaderName, HeaderValue)>,
+    /// For pages of other origins.
+    pub cors: Vec<(HeaderName, HeaderValue)>,
 }
 
 impl CommonHeaders {
     fn insert_into(&self, head: &mut ResponseHeader) -> pingora::Result<()> {
         head.insert_header("x-request-id", &self.id)?;
-        for (name, value) in &self.limits {
+        for (name, value) in self.limits.iter().chain(&self.cors) {
             head.insert_header(name, value)?;
         }
         Ok(())

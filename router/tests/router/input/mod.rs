@@ -3,6 +3,7 @@
 pub(crate) mod bad_input;
 pub(crate) mod bounds;
 pub(crate) mod client_loss;
+pub(crate) mod cors;
 pub(crate) mod disconnect;
 pub(crate) mod hostile_bodies;
 pub(crate) mod http_raw;
