@@ -22,7 +22,6 @@ use serde::{Deserialize, Serialize};
 
 pub use address::{AddressError, Cidr, CidrError, listen_address};
 pub use caches::{KvEventsConfig, PrefixIndexConfig};
-pub use cors::CorsConfig;
 pub use discover::{
     DiscoverConfig, DnsConfig, EndpointsFileConfig, EngineTemplate, KubernetesConfig, PortName, Scheme,
 };
@@ -32,7 +31,7 @@ pub use health::{
     ActiveConfig, AllOut, BreakerConfig, HealthConfig, OutlierConfig, Ready, ReportedLoadConfig,
 };
 pub use limits::{LimitsConfig, Priority, PriorityWeights, QueueConfig};
-pub use listeners::{AdminConfig, ClientAuth, EngineTlsConfig, ListenTlsConfig};
+pub use listeners::{AdminConfig, ClientAuth, CorsConfig, EngineTlsConfig, ListenTlsConfig};
 pub use models::{CapacityConfig, DisaggregateConfig, Fallback, ModelConfig, PoolConfig, ProtocolSetting};
 pub use observe::{AccessLogConfig, ExplainConfig, OtlpConfig, TelemetryConfig};
 pub use policy::{
@@ -52,7 +51,6 @@ pub(crate) use tenants::moment;
 
 mod address;
 mod caches;
-mod cors;
 mod discover;
 mod engine;
 mod error;

@@ -200,3 +200,21 @@ async fn a_client_that_leaves_behind_a_comment_is_noticed() {
         assert_eq!(d.received().len(), 0);
     }
 }
+
+#[tokio::test]
+async fn a_client_without_chunks_gets_comments_too() {
+    let d = FakeEngine::always(Action::StreamGated(1)).await;
+    let system = TestRouter::with(&[], &[&d], "", COMMENTS).await;
+    let mut client = Client::connect(system.address).await;
+    let body = completion(true).to_string();
+    let head = format!("POST {PATH} HTTP/1.0\r\ncontent-length: {}\r\n\r\n", body.len());
+    client.send((head + &body).as_bytes()).await;
+    // A comment has sent it, because no event came.
+    let (status, head) = client.head().await;
+    assert_eq!((status, head.contains("chunked")), (200, false));
+    d.open_gate();
+    let rest = String::from_utf8(client.rest().await).unwrap();
+    let events = rest.replace(": ka\n", "");
+    assert!(rest.starts_with(": ka\n"), "{rest}");
+    assert_eq!(events, format!("{}data: [DONE]\n\n", event(0)));
+}
