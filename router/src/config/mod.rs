@@ -32,7 +32,7 @@ pub use health::{
 };
 pub use limits::{LimitsConfig, Priority, PriorityWeights, QueueConfig};
 pub use listeners::{AdminConfig, ClientAuth, EngineTlsConfig, ListenTlsConfig};
-pub use models::{CapacityConfig, DisaggregateConfig, Fallback, ModelConfig, PoolConfig};
+pub use models::{CapacityConfig, DisaggregateConfig, Fallback, MessagesMode, ModelConfig, PoolConfig};
 pub use observe::{AccessLogConfig, ExplainConfig, OtlpConfig, TelemetryConfig};
 pub use policy::{
     AffinityKey, ConsistentHashConfig, FeaturesConfig, LoadConfig, LoadUnit, NoParameters, PolicyConfig,

@@ -31,6 +31,7 @@ use crate::exchange::client_request::ClientRequest;
 use crate::message::path::Dialect;
 use crate::message::sse;
 use crate::message::usage::Usage;
+use crate::metrics::routing::DisaggregationReason;
 use continuation_request::ContinuationRequest;
 use eligibility::is_allowed;
 pub(crate) use state::ResumeState;
@@ -80,7 +81,8 @@ impl Transcript {
     /// return token ids.
     pub(crate) fn of(request: &mut ClientRequest) -> Option<Self> {
         let Dialect::OpenAi(endpoint) = request.dialect else { return None };
-        if !request.model.resume || request.aggregate {
+        let has_several_prompts = request.decode_only == Some(DisaggregationReason::SeveralPrompts);
+        if !request.model.resume || has_several_prompts {
             return None;
         }
         let mut transcript = Self::begin(endpoint, &request.model.name, &request.body)?;

@@ -14,6 +14,8 @@ use bytes::Bytes;
 use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderName, HeaderValue};
 use pingora::http::ResponseHeader;
 
+use crate::anthropic::Translation;
+use crate::anthropic::envelope::Envelope;
 use crate::client::session::{BodyPiece, ClientGone, ResponseLength, Session};
 use crate::exchange::driver::{DecodeResponse, ExchangeDriver};
 use crate::exchange::resume::ResumeState;
@@ -34,10 +36,26 @@ pub(crate) struct StreamTimeouts {
     pub deadline: Option<std::time::Instant>,
 }
 
-/// The headers of every response to a client.
+/// The form of the engine's replies, and that of the response.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ReplyFormat {
+    pub dialect: Dialect,
+    pub translation: Option<Translation>,
+}
+
+impl ReplyFormat {
+    /// The form of errors.
+    fn envelope(self) -> Envelope {
+        if self.translation.is_some() { Envelope::Anthropic } else { Envelope::at(self.dialect.path()) }
+    }
+}
+
+/// What every response to a client has in common.
 pub(crate) struct CommonHeaders {
-    /// Sent as `x-request-id`.
+    /// Sent as `x-request-id`, and to Anthropic's clients as `request-id` too.
     pub id: HeaderValue,
+    /// The form of errors.
+    pub envelope: Envelope,
     /// `x-ratelimit-*`, if the client has limits.
     pub limits: Vec<(HeaderName, HeaderValue)>,
 }
@@ -45,6 +63,9 @@ pub(crate) struct CommonHeaders {
 impl CommonHeaders {
     fn insert_into(&self, head: &mut ResponseHeader) -> pingora::Result<()> {
         head.insert_header("x-request-id", &self.id)?;
+        if self.envelope == Envelope::Anthropic {
+            head.insert_header("request-id", &self.id)?;
+        }
         for (name, value) in &self.limits {
             head.insert_header(name, value)?;
         }
@@ -84,7 +105,7 @@ pub(crate) async fn send_error(
     error: &ApiError,
     common: &CommonHeaders,
 ) -> Result<(), ClientGone> {
-    send_whole(session, error.status, &error.headers(), common, error.to_bytes()).await
+    send_whole(session, error.status, &error.headers(), common, common.envelope.body(error)).await
 }
 
 /// Relays a decode engine's response to its end.
@@ -95,9 +116,10 @@ pub(crate) async fn relay(
     common: &CommonHeaders,
     timeouts: StreamTimeouts,
     resume_state: Option<Box<ResumeState>>,
-    dialect: Dialect,
+    format: ReplyFormat,
 ) -> Result<u16, RequestError> {
     let DecodeResponse { attempt, reply, load } = answer;
+    let dialect = format.dialect;
     let idle = IdleTimer::new(timeouts);
     let content_type = reply.content_type().cloned();
     let metadata = reply.metadata().filter(|_| !dialect.generates()).cloned();
@@ -123,6 +145,7 @@ pub(crate) async fn relay(
     driver.progress.streamed = streamed;
     driver.progress.passes = !dialect.generates();
     let (reply, load) = (Some(reply), Some(load));
+    let translates_events = streamed && format.translation == Some(Translation::Message);
     let mut pump = ResponsePump {
         session,
         driver,
@@ -132,7 +155,8 @@ pub(crate) async fn relay(
         idle,
         resume_state,
         has_first_chunk: false,
-        dialect,
+        format,
+        translator: translates_events.then(Box::default),
     };
     if streamed {
         pump.relay_stream(head).await?;

@@ -61,8 +61,8 @@ impl ClientRequest {
         Ok(Self {
             dialect: Dialect::Passthrough(path),
             model,
-            aggregate: false,
-            prompt_logprobs: false,
+            decode_only: None,
+            translation: None,
             owned,
             tokens,
             prompt_tokens: tokens,

@@ -8,6 +8,7 @@ pub(crate) mod failures;
 pub(crate) mod liveness;
 pub(crate) mod load;
 pub(crate) mod main_path;
+pub(crate) mod messages;
 pub(crate) mod policies;
 pub(crate) mod reply_window;
 pub(crate) mod restarts;
