@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The official OpenAI client against Baton. Prints SKIPPED without Python or the package. See README.md.
+# The official OpenAI and Anthropic clients against Baton. Prints SKIPPED for each client whose Python or package is
+# missing. See README.md.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 
@@ -12,11 +13,6 @@ if [ -z "$python" ]; then
         fi
     done
 fi
-if [ -z "$python" ] || ! "$python" -c 'import openai' >/dev/null 2>&1; then
-    echo "SKIPPED: the OpenAI client was not run: no Python with the package \`openai\`;" \
-        "python3 -m venv .venv && .venv/bin/pip install -r tests/clients/requirements.txt"
-    exit 0
-fi
 
 if [ -z "${BATON_BIN:-}" ]; then
     for candidate in "$root/target/release/baton" "$root/target/debug/baton"; do
@@ -26,4 +22,19 @@ if [ -z "${BATON_BIN:-}" ]; then
         fi
     done
 fi
-exec "$python" "$root/tests/clients/openai_client.py" "$@"
+
+status=0
+for client in openai anthropic; do
+    if [ -z "$python" ] || ! "$python" -c "import $client" >/dev/null 2>&1; then
+        echo "SKIPPED: the client \`$client\` was not run: no Python with the package;" \
+            "python3 -m venv .venv && .venv/bin/pip install -r tests/clients/requirements.txt"
+        continue
+    fi
+    if "$python" "$root/tests/clients/${client}_client.py" "$@"; then
+        echo "pass: $client"
+    else
+        echo "FAILED: $client"
+        status=1
+    fi
+done
+exit $status

@@ -44,6 +44,7 @@ const LAYERS: &[(&str, &[&str])] = &[
             "config",
             "metrics",
             "message",
+            "anthropic",
             "tls",
             "auth",
             "engines",

@@ -61,6 +61,16 @@ const SHARED_WITH_CHAT: [(&str, &str); 7] = [
     ("max_output_tokens", "max_tokens"),
 ];
 
+/// Fields of Anthropic's `/v1/messages` and their names in a chat.
+const SHARED_WITH_MESSAGES: [(&str, &str); 6] = [
+    ("model", "model"),
+    ("stream", "stream"),
+    ("temperature", "temperature"),
+    ("top_p", "top_p"),
+    ("cache_salt", "cache_salt"),
+    ("max_tokens", "max_tokens"),
+];
+
 /// A checked body without internal fields.
 #[derive(Clone, Debug, Default)]
 pub struct RawBody {
@@ -135,14 +145,7 @@ impl RawBody {
         internal: &dyn InternalFields,
     ) -> Result<(Self, RequestOutline), ApiError> {
         let body = Self::any(bytes, limits, internal)?;
-        let mut shared = Vec::new();
-        for (name, as_chat) in SHARED_WITH_CHAT {
-            if let Some(value) = body.field(name) {
-                is_small(name, value)?;
-                let value = serde_json::from_slice(value).expect("the walk read JSON");
-                shared.push((as_chat, value));
-            }
-        }
+        let shared = body.shared_fields(&SHARED_WITH_CHAT)?;
         if !body.has("input") {
             return Err(ApiError::invalid("input", "`input` is missing"));
         }
@@ -154,6 +157,50 @@ impl RawBody {
             error
         })?;
         Ok((body, RequestOutline { request, prompts: 1 }))
+    }
+
+    /// Reads a body of Anthropic's `/v1/messages`. Only the fields in common with a chat are checked: model, streaming,
+    /// sampling and length. The engine checks the messages.
+    ///
+    /// # Errors
+    /// Those of [`parse_object`] and of these fields; 400 without `messages` or `max_tokens`.
+    pub fn messages(
+        bytes: Bytes,
+        limits: &ParseLimits,
+        internal: &dyn InternalFields,
+    ) -> Result<(Self, RequestOutline), ApiError> {
+        let body = Self::any(bytes, limits, internal)?;
+        let mut shared = body.shared_fields(&SHARED_WITH_MESSAGES)?;
+        if let Some(metadata) = body.field("metadata") {
+            is_small("metadata", metadata)?;
+            let metadata: Value = serde_json::from_slice(metadata).expect("the walk read JSON");
+            shared.extend(metadata["user_id"].as_str().map(|user| ("user", user.into())));
+        }
+        for name in ["messages", "max_tokens"] {
+            if body.field(name).is_none_or(|value| value == b"null") {
+                return Err(ApiError::invalid(name, format!("`{name}` is missing")));
+            }
+        }
+        if !body.field("messages").is_some_and(|messages| messages.starts_with(b"[")) {
+            return Err(ApiError::invalid("messages", "`messages` must be an array"));
+        }
+        let request = GenerateRequest::outline(Endpoint::Chat, &shared, 1, limits)?;
+        Ok((body, RequestOutline { request, prompts: 1 }))
+    }
+
+    /// The small fields with these names, parsed, under their names in a chat.
+    fn shared_fields(
+        &self,
+        names: &[(&'static str, &'static str)],
+    ) -> Result<Vec<(&'static str, Value)>, ApiError> {
+        let mut shared = Vec::new();
+        for (name, as_chat) in names {
+            if let Some(value) = self.field(name) {
+                is_small(name, value)?;
+                shared.push((*as_chat, serde_json::from_slice(value).expect("the walk read JSON")));
+            }
+        }
+        Ok(shared)
     }
 
     /// Reads a body and checks only that it is a JSON object.

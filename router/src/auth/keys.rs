@@ -10,7 +10,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use hyper::header::{AUTHORIZATION, HeaderMap};
+use hyper::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
@@ -18,6 +18,8 @@ use crate::message::random;
 
 /// Prefix of every key, for scanners that look for leaked secrets.
 const PREFIX: &str = "sk-baton-";
+/// Anthropic's header of a key.
+pub(crate) const X_API_KEY: &str = "x-api-key";
 /// Maximum length of a key. Longer ones are not hashed.
 const KEY_BYTES_MAX: usize = 512;
 
@@ -84,6 +86,16 @@ impl<T> DigestMap<T> {
     }
 }
 
+/// The `Authorization` for a key in `x-api-key`, where Anthropic's clients send it. A request's own `Authorization`
+/// precedes it. Of several keys none is valid.
+pub(crate) fn bearer_of_api_key(headers: &HeaderMap) -> Option<HeaderValue> {
+    let mut keys = headers.get_all(X_API_KEY).iter();
+    let key = keys.next()?;
+    let key = if keys.next().is_some() { b"" } else { key.as_bytes() };
+    let bearer = HeaderValue::from_bytes(&[b"Bearer ", key].concat()).ok()?;
+    (!headers.contains_key(AUTHORIZATION)).then_some(bearer)
+}
+
 /// The bearer token of a request that has exactly one.
 pub(crate) fn bearer(headers: &HeaderMap) -> Option<&str> {
     let mut values = headers.get_all(AUTHORIZATION).iter();
@@ -133,6 +145,21 @@ mod tests {
         let entry = NewKey::make().entry("a: #b\"", "t\n- x");
         let read: Vec<crate::config::KeyConfig> = serde_saphyr::from_str(&entry).expect("YAML");
         assert_eq!((read[0].id.as_str(), read[0].tenant.as_str()), ("a: #b\"", "t\n- x"));
+    }
+
+    #[test]
+    fn anthropics_header_stands_for_a_bearer_token_unless_there_is_one() {
+        let with = |fields: &[(&'static str, &str)]| {
+            let mut headers = HeaderMap::new();
+            for (name, value) in fields {
+                headers.append(*name, value.parse().expect("a value"));
+            }
+            bearer_of_api_key(&headers)
+        };
+        assert_eq!(with(&[("x-api-key", "k")]).expect("a header"), "Bearer k");
+        assert_eq!(with(&[("x-api-key", "k"), ("authorization", "Bearer a")]), None);
+        assert_eq!(with(&[("x-api-key", "a"), ("x-api-key", "b")]).expect("a header"), "Bearer ");
+        assert_eq!(with(&[]), None);
     }
 
     #[test]

@@ -36,7 +36,7 @@ use crate::metrics::tenants::UnauthorizedReason;
 
 use bucket::Meter;
 pub use keys::NewKey;
-pub(crate) use keys::bearer;
+pub(crate) use keys::{X_API_KEY, bearer, bearer_of_api_key};
 pub(crate) use limits::Permit;
 use salt::SaltKey;
 use table::KeyTable;

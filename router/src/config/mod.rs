@@ -32,7 +32,9 @@ pub use health::{
 };
 pub use limits::{LimitsConfig, Priority, PriorityWeights, QueueConfig};
 pub use listeners::{AdminConfig, ClientAuth, CorsConfig, EngineTlsConfig, ListenTlsConfig};
-pub use models::{CapacityConfig, DisaggregateConfig, Fallback, ModelConfig, PoolConfig, ProtocolSetting};
+pub use models::{
+    CapacityConfig, DisaggregateConfig, Fallback, MessagesMode, ModelConfig, PoolConfig, ProtocolSetting,
+};
 pub use observe::{AccessLogConfig, ExplainConfig, OtlpConfig, TelemetryConfig};
 pub use policy::{
     AffinityKey, ConsistentHashConfig, FeaturesConfig, LoadConfig, LoadUnit, NoParameters, PolicyConfig,

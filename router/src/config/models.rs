@@ -51,6 +51,10 @@ pub struct ModelConfig {
     #[serde(default)]
     #[garde(skip)]
     pub resume: bool,
+    /// How the router serves Anthropic's `/v1/messages`. Default `auto`.
+    #[serde(default)]
+    #[garde(skip)]
+    pub messages: MessagesMode,
     /// Timeouts of this model that differ from the router's. Default: none.
     #[serde(default)]
     #[garde(dive)]
@@ -98,6 +102,20 @@ pub enum Fallback {
     Aggregate,
     /// The request is refused with 503.
     None,
+}
+
+/// How the router serves Anthropic's Messages API.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum MessagesMode {
+    /// As `native` if a decode engine has the endpoint, or else as `translate`. The router asks one at the first such
+    /// request, and again after a minute.
+    #[default]
+    Auto,
+    /// The engines get the request.
+    Native,
+    /// The engines get a chat, and their replies are translated back.
+    Translate,
 }
 
 /// Interchangeable engines, and the policy that chooses one.

@@ -3,7 +3,9 @@
 //! On stock vLLM, a body that the decode engine's parser refuses strands the prefill engine's blocks for a whole lease.
 //! Therefore the router sends nothing that it can recognize as invalid.
 
+mod decode_only;
 mod pass_through;
+mod translated;
 
 use std::hash::{Hash, Hasher};
 use std::net::IpAddr;
@@ -16,6 +18,7 @@ use baton_openai::{ApiError, Code, RawBody, RequestOutline};
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderValue};
 
+use crate::anthropic::{Translation, system};
 use crate::auth::{Auth, Identity};
 use crate::client::http::BodyError;
 use crate::client::session::{ClientGone, Session};
@@ -28,6 +31,7 @@ use crate::message::features::{FeatureInput, Features, RoutingFeatures};
 use crate::message::path::Dialect;
 use crate::message::rewrite::{ClientRules, RouterFields};
 use crate::message::sse::{StreamReadOptions, TokenCountRule};
+use crate::metrics::routing::DisaggregationReason;
 use crate::protocol::LegInput;
 use crate::routing::disaggregation::DisaggregationInputs;
 use crate::routing::models::Model;
@@ -46,10 +50,10 @@ pub(crate) struct ClientRequest {
     pub prompts: usize,
     /// It has several choices.
     pub has_choices: bool,
-    /// A decode engine computes the whole request, because the response contains log probabilities of the prompt. A
-    /// stock decode engine computes the whole prompt for them even with a handoff, and a prefill engine's reply would
-    /// hold all of them.
-    pub prompt_logprobs: bool,
+    /// What the engines' replies are translated to.
+    pub translation: Option<Translation>,
+    /// Why a decode engine computes the whole request, if it must.
+    pub decode_only: Option<DisaggregationReason>,
     /// Fields that the router sets because it knows the owner.
     pub owned: RouterFields,
     /// Estimated cost in tokens: the prompt's, and those that it may generate.
@@ -106,6 +110,7 @@ impl ClientRequest {
         let read = match dialect {
             Dialect::OpenAi(endpoint) => RawBody::generate(body.clone(), endpoint, limits, &ClientRules),
             Dialect::Responses => RawBody::responses(body.clone(), limits, &ClientRules),
+            Dialect::Messages => RawBody::messages(body.clone(), limits, &ClientRules),
             Dialect::Passthrough(path) => return Self::read_passed(path, body, headers, generation, owner),
         };
         let (body, mut outline) = read.map_err(|error| match error.param.as_deref() {
@@ -113,7 +118,7 @@ impl ClientRequest {
             _ => unserved_model_error(body, generation).unwrap_or(error),
         })?;
         let model = Arc::clone(generation.models.named(outline.request.model.as_deref())?);
-        let prompt_logprobs = has_prompt_logprobs(&body, outline.request.stream)?;
+        let decode_only = decode_only::reason(dialect, &body, &outline)?;
         let priority = priority(&body);
         let non_text = NonTextParts::of(&body);
         let prompt_tokens = non_text.prompt_tokens(&body);
@@ -129,10 +134,12 @@ impl ClientRequest {
             owned.ask_for_usage(&body);
         }
         let salt = outline.request.cache_salt.as_deref();
+        let system = body.field("system").filter(|_| dialect == Dialect::Messages);
         let input = FeatureInput {
             model: &model.name,
             headers,
             body: &body,
+            system: &system::compared_bytes(system.unwrap_or_default()),
             user: outline.request.user.as_deref(),
             salts: salt.as_slice(),
             non_text,
@@ -148,7 +155,8 @@ impl ClientRequest {
             owned,
             prompts: outline.prompts,
             has_choices: outline.request.n > 1,
-            prompt_logprobs,
+            translation: None,
+            decode_only,
             tokens,
             prompt_tokens,
             priority,
@@ -156,6 +164,12 @@ impl ClientRequest {
             owner,
             authorization,
         })
+    }
+
+    /// Whether a prefill engine that writes the blocks can match both legs: by the router's id of the request, which names
+    /// neither one of several choices nor a response.
+    pub(crate) fn can_be_pushed(&self) -> bool {
+        !self.has_choices && self.dialect != Dialect::Responses
     }
 
     /// The properties of the request that a policy reads.
@@ -166,9 +180,10 @@ impl ClientRequest {
     /// The inputs of the disaggregation decision; `cached` is the part of the prompt that the decode engine has cached.
     pub(crate) fn disaggregation_inputs(&self, cached: CachedPrefix) -> DisaggregationInputs {
         DisaggregationInputs {
-            several_prompts: self.prompts > 1,
-            several_choices: self.has_choices && self.model.pushes.load(Ordering::Relaxed),
-            prompt_logprobs: self.prompt_logprobs,
+            decode_only: self.decode_only.or_else(|| {
+                let pushes = self.model.pushes.load(Ordering::Relaxed);
+                (pushes && !self.can_be_pushed()).then_some(DisaggregationReason::PushUnmatched)
+            }),
             ..DisaggregationInputs::new(&self.model, &self.routing_features(), cached)
         }
     }
@@ -203,10 +218,13 @@ impl ClientRequest {
         let has_ids = self.owned.token_ids || self.body.field("return_token_ids") == Some(b"true");
         let counts = match self.dialect {
             Dialect::Responses => TokenCountRule::Deltas,
+            Dialect::Messages => TokenCountRule::BlockDeltas,
             Dialect::OpenAi(_) | Dialect::Passthrough(_) if has_ids => TokenCountRule::TokenIds,
             Dialect::OpenAi(_) | Dialect::Passthrough(_) => TokenCountRule::Events,
         };
-        StreamReadOptions { counts, without_usage: self.owned.asks_for_usage() }
+        // A translated stream ends with its usage.
+        let without_usage = self.owned.asks_for_usage() && self.translation.is_none();
+        StreamReadOptions { counts, without_usage, ending: self.dialect.stream_ending() }
     }
 
     /// Whether the client asks for a stream.
@@ -227,23 +245,6 @@ fn unserved_model_error(body: Bytes, generation: &Generation) -> Option<ApiError
     let body = RawBody::any(body, &generation.parse_limits, &ClientRules).ok()?;
     let name = body.string("model")?;
     generation.models.named(Some(&name)).err()
-}
-
-/// Whether the response contains log probabilities of the prompt's tokens: `prompt_logprobs`, or `echo` with
-/// `logprobs`.
-///
-/// # Errors
-/// 400 if they are requested of a stream, as at engines; no prefill is spent on it.
-fn has_prompt_logprobs(body: &RawBody, stream: bool) -> Result<bool, ApiError> {
-    let set = |name| body.field(name).filter(|value| *value != b"null" && *value != b"false");
-    if let Some(number) = set("prompt_logprobs") {
-        if stream && number != b"0" {
-            let message = "`prompt_logprobs` cannot be streamed; leave `stream` out";
-            return Err(ApiError::invalid("prompt_logprobs", message));
-        }
-        return Ok(true);
-    }
-    Ok(set("echo").is_some() && (set("logprobs").is_some() || set("top_logprobs").is_some()))
 }
 
 /// vLLM's `priority`.

@@ -97,7 +97,9 @@ impl EngineError<'_> {
             409 | 412 => (ErrorClass::Retryable, Fault::None),
             400..=499 => (ErrorClass::Refused, Fault::None),
             500 => (ErrorClass::InternalError, Fault::Engine),
-            501.. => (ErrorClass::Retryable, Fault::Engine),
+            // The engine lacks the endpoint (vLLM's Rust front end).
+            501 => (ErrorClass::Refused, Fault::None),
+            502.. => (ErrorClass::Retryable, Fault::Engine),
             _ => (ErrorClass::Retryable, Fault::None),
         };
         match (answer.status.as_u16(), &*self.code) {
@@ -116,7 +118,9 @@ impl EngineError<'_> {
             // A code of a later version concerns the handoff, and so not the client's request.
             (_, code) if code.starts_with("kv_") => (ErrorClass::CannotUseHandoff, Fault::None),
             // The router has found the model in its own configuration before it sent the request.
-            (404, code) if code == "model_not_found" || self.kind == "NotFoundError" => {
+            (404, code)
+                if code == "model_not_found" || matches!(self.kind, "NotFoundError" | "not_found_error") =>
+            {
                 (ErrorClass::WrongModel, Fault::Engine)
             }
             _ => by_status,
@@ -242,6 +246,7 @@ impl Refusal {
             (_, StatusCode::SERVICE_UNAVAILABLE | StatusCode::CONFLICT | StatusCode::PRECONDITION_FAILED) => {
                 ApiError::unavailable("no engine of this model is available", after())
             }
+            (ErrorClass::Refused, StatusCode::NOT_IMPLEMENTED) => return Self::lacks_endpoint(),
             (ErrorClass::Refused, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED)
                 if error.lacks_path() =>
             {

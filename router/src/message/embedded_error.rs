@@ -88,7 +88,11 @@ fn status(error: &Value) -> StatusCode {
     let code = error["code"].as_u64().and_then(|code| u16::try_from(code).ok());
     let kind = match error["type"].as_str().unwrap_or_default() {
         "invalid_request_error" => 400,
-        "overloaded_error" => 429,
+        "authentication_error" => 401,
+        "permission_error" => 403,
+        "not_found_error" => 404,
+        "request_too_large" => 413,
+        "overloaded_error" | "rate_limit_error" => 429,
         "service_unavailable_error" => 503,
         "timeout_error" => 504,
         _ => 500,

@@ -45,6 +45,8 @@ pub(crate) struct FeatureInput<'a> {
     pub model: &'a str,
     pub headers: &'a HeaderMap,
     pub body: &'a RawBody,
+    /// Anthropic's `system`, in front of the messages; empty if the body has none.
+    pub system: &'a [u8],
     pub user: Option<&'a str>,
     /// Values that separate this request's cache from others': `cache_salt`, tenant.
     pub salts: &'a [&'a str],
@@ -96,7 +98,7 @@ impl Features {
             let prompt = ["messages", "prompt", "input"].iter().find_map(|name| body.field(name));
             let (prompt, tools) = (prompt.unwrap_or_default(), body.field("tools").unwrap_or_default());
             let embeds = body.field("prompt_embeds").unwrap_or_default();
-            features.tokens = estimate(prompt.len() + tools.len() + embeds.len());
+            features.tokens = estimate(input.system.len() + prompt.len() + tools.len() + embeds.len());
             if is_token_ids(prompt) {
                 // With a salt, engines' block names cannot be compared with the router's.
                 if let Some(size) = input.block_size.filter(|_| input.salts.is_empty())
@@ -107,9 +109,10 @@ impl Features {
                 }
             }
             if needs.prefix {
-                features.prefix = chunks(first_link(input, tools), prompt, config);
+                features.prefix = chunks(first_link(input, tools), [input.system, prompt], config);
                 // Derived from the whole, because its tokens may have been counted.
-                let per_byte = features.tokens as f64 / (prompt.len() + tools.len()).max(1) as f64;
+                let bytes = input.system.len() + prompt.len() + tools.len();
+                let per_byte = features.tokens as f64 / bytes.max(1) as f64;
                 features.chunk_tokens = config.chunk_bytes as f64 * per_byte;
                 features.head_tokens = tools.len() as f64 * per_byte;
             }
@@ -160,18 +163,26 @@ fn first_link(input: &FeatureInput<'_>, tools: &[u8]) -> u64 {
     hash.digest()
 }
 
-/// The chained hashes of the prompt's whole chunks.
-fn chunks(first_link: u64, prompt: &[u8], config: &FeaturesConfig) -> Vec<u64> {
+/// The chained hashes of the whole chunks of the system prompt and of the prompt. The end of the system prompt is no
+/// chunk, but part of the links behind it.
+fn chunks(first_link: u64, [system, prompt]: [&[u8]; 2], config: &FeaturesConfig) -> Vec<u64> {
     // The bracket that closes a list of messages is not part of the next turn's prompt.
     let prompt = prompt.strip_suffix(b"]").unwrap_or(prompt);
     let mut link = first_link;
-    let whole = prompt.chunks_exact(config.chunk_bytes).take(config.chunks_max);
-    whole
-        .map(|chunk| {
-            link = xxh3_64_with_seed(chunk, link);
-            link
-        })
-        .collect()
+    let mut links = Vec::new();
+    let mut chain = |chunk: &[u8], is_whole: bool| {
+        link = xxh3_64_with_seed(chunk, link);
+        links.extend(is_whole.then_some(link));
+    };
+    let system = system.chunks_exact(config.chunk_bytes);
+    let (system_end, system_chunks) = (system.remainder(), system.len());
+    system.take(config.chunks_max).for_each(|chunk| chain(chunk, true));
+    if !system_end.is_empty() {
+        chain(system_end, false);
+    }
+    let left = config.chunks_max.saturating_sub(system_chunks);
+    prompt.chunks_exact(config.chunk_bytes).take(left).for_each(|chunk| chain(chunk, true));
+    links
 }
 
 /// The features that a policy may use.
@@ -216,6 +227,7 @@ mod tests {
             model: "m",
             headers: &headers,
             body: &body,
+            system: body.field("system").unwrap_or_default(),
             user: None,
             salts,
             block_size: None,
@@ -254,6 +266,17 @@ mod tests {
     }
 
     #[test]
+    fn a_system_prompt_precedes_the_messages() {
+        let turn = json!({"role": "user", "content": "x".repeat(200)});
+        let with = |system: &str| features(&json!({"system": system, "messages": [turn]}), &[]);
+        let (long, other_end) = ("s".repeat(150), "s".repeat(140) + "t");
+        assert_eq!(with(&long), with(&long));
+        assert_eq!(common(&with(&long), &with(&other_end)), 2, "whole chunks of the system prompt");
+        assert_eq!(common(&with("a"), &with("b")), 0);
+        assert!(with(&long).tokens > with("a").tokens);
+    }
+
+    #[test]
     fn a_short_prompt_has_no_chunk_and_a_body_without_a_prompt_neither() {
         assert!(features(&json!({"prompt": "short"}), &[]).prefix.is_empty());
         assert!(features(&json!({"model": "m"}), &[]).prefix.is_empty());
@@ -271,8 +294,10 @@ mod tests {
     #[test]
     fn the_examined_chunks_of_a_prompt_are_bounded() {
         let config = FeaturesConfig { chunk_bytes: 64, chunks_max: 3, ..FeaturesConfig::default() };
-        assert_eq!(chunks(0, &[b'x'; 1_000], &config).len(), 3);
-        assert_eq!(chunks(0, &[b'x'; 190], &config).len(), 2, "whole ones");
+        assert_eq!(chunks(0, [&[], &[b'x'; 1_000]], &config).len(), 3);
+        assert_eq!(chunks(0, [&[b'x'; 90], &[b'x'; 1_000]], &config).len(), 3);
+        assert_eq!(chunks(0, [&[b'x'; 1_000], &[b'x'; 1_000]], &config).len(), 3);
+        assert_eq!(chunks(0, [&[], &[b'x'; 190]], &config).len(), 2, "whole ones");
     }
 
     #[test]
@@ -284,6 +309,7 @@ mod tests {
                 model: "m",
                 headers: &headers,
                 body: &raw("{}"),
+                system: &[],
                 user: Some(user),
                 salts: &[],
                 non_text: NonTextParts::default(),

@@ -6,6 +6,7 @@ pub(crate) mod embedded_error;
 pub(crate) mod engine_abort;
 pub(crate) mod estimate;
 pub(crate) mod features;
+pub(crate) mod handoff_params;
 pub(crate) mod hex;
 pub(crate) mod path;
 pub(crate) mod payload;

@@ -5,6 +5,8 @@ use std::borrow::Cow;
 use baton_openai::{ApiError, Endpoint, path};
 use hyper::Method;
 
+use crate::message::sse::StreamEnding;
+
 /// The API of a request to engines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Dialect {
@@ -12,6 +14,8 @@ pub(crate) enum Dialect {
     OpenAi(Endpoint),
     /// OpenAI's newer `/v1/responses`.
     Responses,
+    /// Anthropic's `/v1/messages`.
+    Messages,
     /// Not generated: one engine of the decode pool answers the request, at this path.
     Passthrough(&'static str),
 }
@@ -19,13 +23,18 @@ pub(crate) enum Dialect {
 impl Dialect {
     /// The generating API at a path.
     pub(crate) fn at(path: &str) -> Option<Self> {
-        if path == RESPONSES { Some(Self::Responses) } else { Endpoint::at(path).map(Self::OpenAi) }
+        match path {
+            RESPONSES => Some(Self::Responses),
+            MESSAGES => Some(Self::Messages),
+            _ => Endpoint::at(path).map(Self::OpenAi),
+        }
     }
 
     pub(crate) fn path(self) -> &'static str {
         match self {
             Self::OpenAi(endpoint) => endpoint.path(),
             Self::Responses => RESPONSES,
+            Self::Messages => MESSAGES,
             Self::Passthrough(path) => path,
         }
     }
@@ -38,30 +47,45 @@ impl Dialect {
     /// The field that bounds the output.
     pub(crate) fn length_field(self) -> &'static str {
         match self {
-            Self::OpenAi(_) | Self::Passthrough(_) => "max_tokens",
+            Self::OpenAi(_) | Self::Messages | Self::Passthrough(_) => "max_tokens",
             Self::Responses => "max_output_tokens",
         }
     }
 
     /// What a stream sends while it waits: a comment without a blank line, which readers skip. To readers that take each
-    /// blank line for the end of an event, it is a line of the next event.
+    /// blank line for the end of an event, it is a line of the next event. Messages have an event for it.
     pub(crate) fn comment(self) -> &'static [u8] {
         match self {
             Self::OpenAi(_) | Self::Responses | Self::Passthrough(_) => b": ka\n",
+            Self::Messages => b"event: ping\ndata: {\"type\": \"ping\"}\n\n",
         }
     }
 
-    /// Whether a stream ends with `[DONE]`. Otherwise it ends with its body.
-    pub(crate) fn says_done(self) -> bool {
-        matches!(self, Self::OpenAi(_))
+    /// What ends a stream.
+    pub(crate) fn stream_ending(self) -> StreamEnding {
+        match self {
+            Self::OpenAi(_) => StreamEnding::Done,
+            Self::Messages => StreamEnding::MessageStop,
+            Self::Responses | Self::Passthrough(_) => StreamEnding::Body,
+        }
+    }
+
+    /// Whether the path is Anthropic's.
+    pub(crate) fn is_of_messages(self) -> bool {
+        matches!(self, Self::Messages | Self::Passthrough(COUNT_TOKENS))
     }
 }
 
 const RESPONSES: &str = "/v1/responses";
+/// Anthropic's Messages. Other paths of that API are below it.
+pub(crate) const MESSAGES: &str = "/v1/messages";
+const COUNT_TOKENS: &str = "/v1/messages/count_tokens";
+/// The tokens of a prompt or a conversation.
+pub(crate) const TOKENIZE: &str = "/tokenize";
 
 /// Paths that one engine of the decode pool answers.
-const PASSTHROUGH_PATHS: [&str; 11] = [
-    "/tokenize",
+const PASSTHROUGH_PATHS: [&str; 12] = [
+    TOKENIZE,
     "/detokenize",
     "/v1/embeddings",
     "/v1/rerank",
@@ -72,6 +96,7 @@ const PASSTHROUGH_PATHS: [&str; 11] = [
     "/v1/classify",
     "/classify",
     "/pooling",
+    COUNT_TOKENS,
 ];
 
 /// The route of a client's request.
@@ -148,6 +173,9 @@ mod tests {
             route(Method::POST, "/v1/embeddings"),
             Ok(Route::Ask(Dialect::Passthrough("/v1/embeddings")))
         );
+        assert_eq!(route(Method::POST, "/v1/messages"), Ok(Route::Ask(Dialect::Messages)));
+        let count = Route::Ask(Dialect::Passthrough("/v1/messages/count_tokens"));
+        assert_eq!(route(Method::POST, "/v1/messages/count_tokens"), Ok(count));
         assert_eq!(route(Method::HEAD, "/health"), Ok(Route::Health));
         assert_eq!(route(Method::GET, "/ready"), Ok(Route::Ready));
         assert_eq!(route(Method::OPTIONS, "/v1/completions"), Ok(Route::Options("POST, OPTIONS")));

@@ -64,13 +64,14 @@ impl InternalFields for ClientRules {
 /// Removed for the prefill leg. `stream_options` is refused without `stream`, and `min_tokens` above `max_tokens`.
 /// Stop conditions have no effect on the prompt, and a stop that ends the one token keeps older vLLM from opening
 /// a lease.
-const UNSET_FOR_PREFILL: [&str; 8] = [
+const UNSET_FOR_PREFILL: [&str; 9] = [
     // Removed only if the client may not set it.
     "priority",
     "stream_options",
     "min_tokens",
     "min_completion_tokens",
     "stop",
+    "stop_sequences",
     "stop_token_ids",
     "ignore_eos",
     "return_token_ids",
@@ -200,10 +201,9 @@ pub(crate) fn prefill_body(
             added.push((name, b"1"));
         }
     }
-    // No client can retrieve what the prefill engine would store or run in the background.
+    // No client can retrieve what the prefill engine would store, and storing is the API's default.
     if dialect == Dialect::Responses {
-        let had = ["store", "background"].into_iter().filter(|name| body.has(name));
-        added.extend(had.map(|name| (name, b"false".as_slice())));
+        added.push(("store", b"false"));
     }
     added.extend(router_fields.fields());
     let unset = if router_fields.without_priority { &UNSET_FOR_PREFILL[..] } else { &UNSET_FOR_PREFILL[1..] };
@@ -348,17 +348,45 @@ mod tests {
 
     #[test]
     fn the_prefill_leg_of_a_response_is_short_and_not_stored() {
-        let body = body(&json!({"input": "x", "store": true, "max_output_tokens": 9, "stream": true}));
+        for store in [json!({"store": true}), json!({})] {
+            let mut fields = json!({"input": "x", "max_output_tokens": 9, "stream": true});
+            fields.as_object_mut().unwrap().extend(store.as_object().unwrap().clone());
+            let body = body(&fields);
+            let sent = read(&prefill_body(
+                Dialect::Responses,
+                &body,
+                &RouterFields::default(),
+                &model(),
+                &id(),
+                TransferId::None,
+            ));
+            assert_eq!((&sent["max_output_tokens"], &sent["store"]), (&json!(1), &json!(false)));
+            assert_eq!((sent.get("background"), sent.get("max_tokens")), (None, None));
+        }
+    }
+
+    #[test]
+    fn the_prefill_leg_of_a_message_is_one_token_of_the_same_prompt() {
+        let fields = json!({"model": "alias", "system": "s", "messages": [], "max_tokens": 64, "stream": true,
+            "stop_sequences": ["a"], "thinking": {"type": "enabled", "budget_tokens": 1024}, "tools": [],
+            "kv_transfer_params": {"remote_host": "x"}});
+        let body = body(&fields);
         let sent = read(&prefill_body(
-            Dialect::Responses,
+            Dialect::Messages,
             &body,
             &RouterFields::default(),
             &model(),
             &id(),
             TransferId::None,
         ));
-        assert_eq!((&sent["max_output_tokens"], &sent["store"]), (&json!(1), &json!(false)));
-        assert_eq!((sent.get("background"), sent.get("max_tokens")), (None, None));
+        assert_eq!((&sent["max_tokens"], &sent["stream"]), (&json!(1), &json!(false)));
+        assert_eq!(
+            (sent.get("stop_sequences"), &sent["kv_transfer_params"]["do_remote_decode"]),
+            (None, &json!(true))
+        );
+        for kept in ["system", "messages", "thinking", "tools"] {
+            assert_eq!(sent[kept], fields[kept], "{kept}");
+        }
     }
 
     #[test]
@@ -393,6 +421,9 @@ mod tests {
                 }
                 Some(Dialect::Responses) => {
                     RawBody::responses(bytes(), &limits, &ClientRules).map(|(raw, _)| raw)
+                }
+                Some(Dialect::Messages) => {
+                    RawBody::messages(bytes(), &limits, &ClientRules).map(|(raw, _)| raw)
                 }
                 Some(Dialect::Passthrough(_)) | None => RawBody::any(bytes(), &limits, &ClientRules),
             };

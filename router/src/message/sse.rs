@@ -21,7 +21,7 @@ use bytes::{Buf, Bytes, BytesMut};
 use crate::message::usage::{ChoiceTokens, JsonScanner};
 use frames::{Frame, FrameScanner};
 
-pub(crate) use events::{FilteredFrames, StreamReadOptions, TokenCountRule, first_error};
+pub(crate) use events::{FilteredFrames, StreamEnding, StreamReadOptions, TokenCountRule, first_error};
 pub(crate) use frames::{frames, lines, value};
 
 /// A longer frame is passed in pieces, because the bound on memory is more important than a clean end.
@@ -96,7 +96,7 @@ impl FrameBuffer {
             if let Some(mut long) = self.long_frame.take() {
                 long.take(&bytes[..end]);
                 self.long_scan = Some(Box::new(long.data));
-            } else if frame.is_done(bytes) {
+            } else if self.reading.ending.is_end(&frame, bytes) {
                 self.done = true;
                 break;
             }
@@ -129,7 +129,7 @@ impl FrameBuffer {
         if whole.is_empty() { piece } else { [whole, piece].concat().into() }
     }
 
-    /// Whether the stream has contained `[DONE]`. Bytes behind it change nothing.
+    /// Whether the stream has contained its last event, usually `[DONE]`. Bytes behind it change nothing.
     pub(crate) fn is_done(&self) -> bool {
         self.done
     }
@@ -138,7 +138,8 @@ impl FrameBuffer {
     pub(crate) fn ends_with_done(&self) -> bool {
         let mut lines = lines(&self.partial);
         let is_done = |line| value(line, b"data").is_some_and(|data| data.trim_ascii() == b"[DONE]");
-        self.long_frame.is_none() && lines.next().is_some_and(is_done) && lines.all(<[u8]>::is_empty)
+        let ends_so = self.reading.ending != StreamEnding::MessageStop && self.long_frame.is_none();
+        ends_so && lines.next().is_some_and(is_done) && lines.all(<[u8]>::is_empty)
     }
 
     /// Whether a piece of an unfinished frame has passed, so that a blank line must end it.

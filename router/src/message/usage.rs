@@ -43,7 +43,16 @@ baton_connector::labelled! {
 
 impl FinishReason {
     fn of(text: &[u8]) -> Self {
-        Self::ALL.into_iter().find(|reason| reason.label().as_bytes() == text).unwrap_or(Self::Other)
+        match text {
+            // Anthropic's `stop_reason`.
+            b"end_turn" | b"stop_sequence" => Self::Stop,
+            b"max_tokens" => Self::Length,
+            b"tool_use" => Self::ToolCalls,
+            b"refusal" => Self::ContentFilter,
+            _ => {
+                Self::ALL.into_iter().find(|reason| reason.label().as_bytes() == text).unwrap_or(Self::Other)
+            }
+        }
     }
 }
 
@@ -80,6 +89,8 @@ impl UsageScan {
     pub(crate) fn note(&mut self, scanner: &JsonScanner) {
         if let Some(usage) = scanner.usage() {
             (self.usage, self.streamed) = (Some(usage), 0);
+        } else if let (Some(output), Some(usage)) = (scanner.output(), &mut self.usage) {
+            (usage.completion, self.streamed) = (output, 0);
         }
         self.finish = scanner.finish().or(self.finish);
     }
@@ -102,7 +113,7 @@ impl UsageScan {
     }
 }
 
-/// The fields of all dialects: completions, responses, and requests without generation.
+/// The fields of all dialects: completions, responses, Messages, and requests without generation.
 #[derive(Deserialize)]
 struct UsageFields {
     prompt_tokens: Option<u64>,
@@ -112,6 +123,9 @@ struct UsageFields {
     total_tokens: Option<u64>,
     prompt_tokens_details: Option<PromptTokenDetails>,
     input_tokens_details: Option<PromptTokenDetails>,
+    /// Of Messages: not part of `input_tokens`.
+    cache_read_input_tokens: Option<u64>,
+    cache_creation_input_tokens: Option<u64>,
 }
 
 #[derive(Deserialize)]
@@ -119,10 +133,19 @@ struct PromptTokenDetails {
     cached_tokens: Option<u64>,
 }
 
+/// The output of a usage without the prompt's length, as the last one of a Messages stream may be.
+fn read_output(object: &[u8]) -> Option<u64> {
+    serde_json::from_slice::<UsageFields>(object).ok()?.output_tokens
+}
+
 /// `None` if the object does not contain both lengths: they are then unknown, and not 0.
 fn read_usage(object: &[u8]) -> Option<Usage> {
     let fields: UsageFields = serde_json::from_slice(object).ok()?;
-    let prompt = fields.prompt_tokens.or(fields.input_tokens);
+    let cache_read = fields.cache_read_input_tokens.filter(|_| fields.prompt_tokens.is_none());
+    let cache_created = fields.cache_creation_input_tokens.unwrap_or(0);
+    let uncounted = cache_read.map_or(0, |read| read.saturating_add(cache_created));
+    let input = fields.input_tokens.map(|input| input.saturating_add(uncounted));
+    let prompt = fields.prompt_tokens.or(input);
     let completion = fields.completion_tokens.or(fields.output_tokens);
     let (prompt, completion) = match (prompt, completion, fields.total_tokens) {
         (Some(prompt), Some(completion), _) => (prompt, completion),
@@ -133,7 +156,7 @@ fn read_usage(object: &[u8]) -> Option<Usage> {
         (_, _, None) => return None,
     };
     let details = fields.prompt_tokens_details.or(fields.input_tokens_details);
-    let cached = details.and_then(|details| details.cached_tokens).unwrap_or(0);
+    let cached = details.and_then(|details| details.cached_tokens).or(cache_read).unwrap_or(0);
     Some(Usage { prompt, cached, completion })
 }
 
@@ -154,6 +177,11 @@ mod tests {
                 r#"{"prompt_tokens":7,"input_tokens":7,"completion_tokens":2,"prompt_tokens_details":null}"#,
                 usage(7, 0, 2),
             ),
+            (
+                r#"{"input_tokens":4,"output_tokens":2,"cache_read_input_tokens":3,"cache_creation_input_tokens":1}"#,
+                usage(8, 3, 2),
+            ),
+            (r#"{"input_tokens":4,"output_tokens":2,"cache_read_input_tokens":null}"#, usage(4, 0, 2)),
             (r#"{"prompt_tokens":7,"total_tokens":9}"#, usage(7, 0, 2)),
             (r#"{"completion_tokens":2,"total_tokens":9}"#, usage(7, 0, 2)),
             (r#"{"total_tokens":9}"#, usage(9, 0, 0)),
@@ -164,6 +192,22 @@ mod tests {
         ] {
             assert_eq!(read_usage(text.as_bytes()), expected, "{text}");
         }
+    }
+
+    #[test]
+    fn the_usage_of_a_messages_stream_is_in_its_first_and_last_events() {
+        let mut scan = UsageScan::default();
+        let start = r#"{"type":"message_start","message":{"content":[],"usage":{"input_tokens":7,"output_tokens":0}}}"#;
+        scan.note(&JsonScanner::of(start.as_bytes()));
+        assert_eq!((scan.completion(), scan.finish), (Some(0), None));
+        scan.streamed = 3;
+        let delta =
+            r#"{"type":"message_delta","delta":{"stop_reason":"tool_use"},"usage":{"output_tokens":5}}"#;
+        scan.note(&JsonScanner::of(delta.as_bytes()));
+        assert_eq!(scan.usage, Some(Usage { prompt: 7, cached: 0, completion: 5 }));
+        assert_eq!((scan.streamed, scan.finish), (0, Some(FinishReason::ToolCalls)));
+        let whole = r#"{"type":"message","content":[{"stop_reason":"x"}],"stop_reason":"max_tokens"}"#;
+        assert_eq!(JsonScanner::of(whole.as_bytes()).finish(), Some(FinishReason::Length));
     }
 
     #[test]

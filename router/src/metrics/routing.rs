@@ -8,7 +8,8 @@ use super::registry::{Counter, Registry, families};
 families! {
     counter DISAGGREGATION("baton_router_disagg_decisions_total", ["decision", "reason"]):
         "Requests by where the prefill runs, with the reason: on a prefill engine (`prefill_decode`) or on the decode \
-         engine (`decode_only`). `prompt_logprobs`: the response includes prompt tokens. `fell_back`: no prefill \
+         engine (`decode_only`). `prompt_logprobs`: the response includes prompt tokens. \
+         `engine_state`: a response that depends on state of its engine. `fell_back`: no prefill \
          engine was available.";
     counter DECISIONS("baton_router_decisions_total", ["model", "leg", "policy", "reason"]):
         "Choices of an engine, by policy and reason. `/explain` shows the same reason for one request.";
@@ -123,8 +124,10 @@ baton_connector::labelled! {
         WorthIt => "worth_it",
         NoPrefillEngines => "no_prefill_engines",
         SeveralPrompts => "several_prompts",
-        SeveralChoices => "several_choices",
+        PushUnmatched => "push_unmatched",
         PromptLogprobs => "prompt_logprobs",
+        /// A response that an engine stores, continues or runs in the background, or that calls tools of the engine.
+        EngineState => "engine_state",
         ShortPrompt => "short_prompt",
         /// The decode engine has cached too much of the prompt.
         Cached => "cached",
@@ -141,8 +144,9 @@ impl DisaggregationReason {
             Self::Always | Self::WorthIt => true,
             Self::NoPrefillEngines
             | Self::SeveralPrompts
-            | Self::SeveralChoices
+            | Self::PushUnmatched
             | Self::PromptLogprobs
+            | Self::EngineState
             | Self::ShortPrompt
             | Self::Cached
             | Self::PrefillBusy

@@ -15,12 +15,8 @@ use crate::routing::models::Model;
 pub(crate) struct DisaggregationInputs {
     /// The model has prefill engines.
     pub has_prefill: bool,
-    /// The request has several prompts; one handoff is one sequence of blocks.
-    pub several_prompts: bool,
-    /// The request has several choices, and the prefill engine writes to one sequence.
-    pub several_choices: bool,
-    /// The response contains log probabilities of the prompt's tokens, which an engine with a handoff has not computed.
-    pub prompt_logprobs: bool,
+    /// Why no request like this one is prefilled remotely.
+    pub decode_only: Option<DisaggregationReason>,
     /// Estimated tokens of the prompt.
     pub prompt_tokens: u64,
     /// The share of the prompt that the decode engine has cached, as far as the router knows: 0 to 1.
@@ -34,9 +30,7 @@ impl DisaggregationInputs {
     pub(crate) fn new(model: &Model, features: &RoutingFeatures<'_>, cached: CachedPrefix) -> Self {
         Self {
             has_prefill: !model.prefill.is_empty(),
-            several_prompts: false,
-            several_choices: false,
-            prompt_logprobs: false,
+            decode_only: None,
             prompt_tokens: features.tokens,
             cached_share: cached.share(features),
             prefill_in_flight: model.prefill.least_in_flight(),
@@ -49,14 +43,8 @@ pub(crate) fn decide(config: &DisaggregateConfig, inputs: &DisaggregationInputs)
     if !inputs.has_prefill {
         return DisaggregationReason::NoPrefillEngines;
     }
-    if inputs.several_prompts {
-        return DisaggregationReason::SeveralPrompts;
-    }
-    if inputs.several_choices {
-        return DisaggregationReason::SeveralChoices;
-    }
-    if inputs.prompt_logprobs {
-        return DisaggregationReason::PromptLogprobs;
+    if let Some(reason) = inputs.decode_only {
+        return reason;
     }
     if config.always || *config == DisaggregateConfig::default() {
         return DisaggregationReason::Always;
@@ -95,12 +83,14 @@ mod tests {
     fn with_the_defaults_every_request_of_one_prompt_is_prefilled_elsewhere() {
         let config = DisaggregateConfig::default();
         assert_eq!(decide(&config, &facts(0, 1.0)), DisaggregationReason::Always);
-        let several = DisaggregationInputs { several_prompts: true, ..facts(9_000, 0.0) };
-        assert_eq!(decide(&config, &several), DisaggregationReason::SeveralPrompts);
-        let choices = DisaggregationInputs { several_choices: true, ..facts(9_000, 0.0) };
-        assert_eq!(decide(&config, &choices), DisaggregationReason::SeveralChoices);
-        let logprobs = DisaggregationInputs { prompt_logprobs: true, ..facts(9_000, 0.0) };
-        assert_eq!(decide(&config, &logprobs), DisaggregationReason::PromptLogprobs);
+        for reason in [
+            DisaggregationReason::SeveralPrompts,
+            DisaggregationReason::EngineState,
+            DisaggregationReason::PushUnmatched,
+        ] {
+            let inputs = DisaggregationInputs { decode_only: Some(reason), ..facts(9_000, 0.0) };
+            assert_eq!(decide(&config, &inputs), reason);
+        }
         let none = DisaggregationInputs { has_prefill: false, ..facts(9_000, 0.0) };
         assert_eq!(decide(&config, &none), DisaggregationReason::NoPrefillEngines);
     }

@@ -2,6 +2,7 @@
 
 pub(crate) mod disaggregation;
 pub(crate) mod explain;
+pub(crate) mod messages_support;
 pub(crate) mod models;
 pub(crate) mod policy;
 pub(crate) mod pool;

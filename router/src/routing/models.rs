@@ -21,6 +21,7 @@ use crate::engines::protocol::ProtocolTerms;
 use crate::message::features::FeatureNeeds;
 use crate::message::rewrite::ModelName;
 use crate::metrics::{Leg, ModelMetrics};
+use crate::routing::messages_support::MessagesSupport;
 use crate::routing::pool::{Pool, PoolMember, PrefixTracking, has_labels};
 
 /// One model.
@@ -73,6 +74,8 @@ pub(crate) struct Models {
     /// The longest time limit of a request of any model; `None`: some have no limit.
     longest_request: Option<Duration>,
     by_name: HashMap<String, Arc<Model>>,
+    /// By the models' own names.
+    messages: HashMap<String, Arc<MessagesSupport>>,
 }
 
 impl Model {
@@ -160,6 +163,7 @@ impl Models {
     ) -> Self {
         let (mut list, mut by_name) = (Vec::<Arc<Model>>::new(), HashMap::new());
         let settlement = settlement_terms(config, members);
+        let mut messages = HashMap::new();
         for model in &config.models {
             let served = Arc::new(Model::new(
                 model,
@@ -173,10 +177,12 @@ impl Models {
             for name in std::iter::once(&model.name).chain(&model.aliases) {
                 by_name.insert(name.clone(), Arc::clone(&served));
             }
+            messages.insert(model.name.clone(), Arc::new(MessagesSupport::new(model.messages)));
             list.push(served);
         }
         let bounds: Option<Vec<Duration>> = list.iter().map(|model| model.bounds.request).collect();
-        Self { list, longest_request: bounds.and_then(|bounds| bounds.into_iter().max()), by_name }
+        let longest_request = bounds.and_then(|bounds| bounds.into_iter().max());
+        Self { list, longest_request, by_name, messages }
     }
 
     /// The model with this name; without a name the only model.
@@ -200,6 +206,11 @@ impl Models {
     /// The time limit of a request whose model is not known yet; `None`: no limit.
     pub(crate) fn longest_request(&self) -> Option<Duration> {
         self.longest_request
+    }
+
+    /// Whether the engines of a model have Anthropic's Messages.
+    pub(crate) fn messages(&self, model: &Model) -> Option<&Arc<MessagesSupport>> {
+        self.messages.get(&model.name)
     }
 
     pub(crate) fn list(&self) -> &[Arc<Model>] {

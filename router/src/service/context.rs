@@ -10,6 +10,7 @@ use hyper::header::{HeaderMap, HeaderValue};
 
 use super::response::CommonHeaders;
 use crate::admission::deadline;
+use crate::anthropic::envelope::Envelope;
 use crate::auth::{self, Identity, Permit};
 use crate::client::address;
 use crate::client::session::Session;
@@ -76,7 +77,8 @@ impl RequestContext {
     pub(super) fn new(shared: &Arc<Shared>) -> Self {
         let id = request_id::generate();
         let echoed = HeaderValue::from_str(id.as_str()).expect("a request id is printable ASCII");
-        let common_headers = CommonHeaders { id: echoed, limits: Vec::new(), cors: Vec::new() };
+        let common_headers =
+            CommonHeaders { id: echoed, envelope: Envelope::default(), limits: Vec::new(), cors: Vec::new() };
         Self {
             begun: shared.now(),
             generation: shared.generation(),

@@ -13,13 +13,15 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use baton_openai::ApiError;
+use baton_openai::{ApiError, RawBody};
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, HeaderMap};
 use serde_json::json;
 
 use crate::admission::{AdmissionRequest, Claim, deadline};
-use crate::auth::{Identity, Permit};
+use crate::anthropic::envelope::Envelope;
+use crate::auth::{self, Identity, Permit};
+use crate::client::disconnect::race;
 use crate::client::session::{ClientGone, Session};
 use crate::config::Priority;
 use crate::engines::body_budget::BudgetShare;
@@ -28,12 +30,13 @@ use crate::exchange::driver::ExchangeDriver;
 use crate::exchange::resume;
 use crate::legs::Refusal;
 use crate::legs::request_error::RequestError;
-use crate::message::path::Route;
+use crate::message::path::{Dialect, Route};
 use crate::message::request_id;
+use crate::message::rewrite::ClientRules;
 use crate::state::readiness;
 use crate::state::shared::Shared;
 use context::RequestContext;
-use response::StreamTimeouts;
+use response::{ReplyFormat, StreamTimeouts};
 
 /// The service of one router.
 pub(crate) struct ClientService(pub Arc<Shared>);
@@ -49,6 +52,12 @@ impl ClientService {
             context.ids.client_id = Some(echoed.clone());
             context.ids.common_headers.id = echoed;
         }
+        context.ids.common_headers.envelope = Envelope::at(session.req_header().uri.path());
+        if let Some(bearer) = auth::bearer_of_api_key(&session.req_header().headers) {
+            // A header's name and value are valid, so this cannot fail.
+            let _ = session.req_header_mut().insert_header(AUTHORIZATION, bearer);
+        }
+        session.req_header_mut().remove_header(auth::X_API_KEY);
         context.read_head(session);
         if let Some(config) = &context.generation.config.cors {
             let head = session.req_header();
@@ -110,14 +119,11 @@ impl ClientService {
             Route::Ask(dialect) => {
                 self.permit(session, context)?;
                 let body = self.body(session, context).await?;
+                let is_native = self.is_native(session, context, dialect, &body).await?;
+                let read = if is_native { ClientRequest::read } else { ClientRequest::read_translated };
+                let owner = context.request_owner();
                 let headers = &session.req_header().headers;
-                let request = ClientRequest::read(
-                    dialect,
-                    body,
-                    headers,
-                    &context.generation,
-                    context.request_owner().as_ref(),
-                )?;
+                let request = read(dialect, body, headers, &context.generation, owner.as_ref())?;
                 context.limit(&request)?;
                 context.accounting.passed = !dialect.generates();
                 match self.ask(session, context, request).await {
@@ -158,13 +164,14 @@ impl ClientService {
             context.client.in_flight.as_ref().map(|guard| &guard.entry),
         );
         if let Some(interval) = bounds.sse_keepalive.filter(|_| request.is_streamed()) {
-            session.send_comments(response::comments(&context.ids.common_headers, request.dialect, interval));
+            let dialect = if request.translation.is_some() { Dialect::Messages } else { request.dialect };
+            session.send_comments(response::comments(&context.ids.common_headers, dialect, interval));
         }
         if let Err(refused) = driver.reserve(session, &request, admission).await {
             context.client.permit.iter_mut().for_each(Permit::return_tokens);
             return Err(refused);
         }
-        let dialect = request.dialect;
+        let format = ReplyFormat { dialect: request.dialect, translation: request.translation };
         let transcript = resume::Transcript::of(&mut request);
         driver.progress.reading = request.stream_reading();
         // Boxed: a response may be relayed for minutes, and would keep the memory of the earlier steps.
@@ -200,10 +207,30 @@ impl ClientService {
             &context.ids.common_headers,
             timeouts,
             resume_state,
-            dialect,
+            format,
         )
         .await?;
         Ok(())
+    }
+
+    /// Whether the engines get the request as it is. Those of some models have no Messages.
+    async fn is_native(
+        &self,
+        session: &mut Session,
+        context: &RequestContext,
+        dialect: Dialect,
+        body: &Bytes,
+    ) -> Result<bool, RequestError> {
+        let generation = &context.generation;
+        if !dialect.is_of_messages() {
+            return Ok(true);
+        }
+        let raw = RawBody::any(body.clone(), &generation.parse_limits, &ClientRules)?;
+        let name = raw.string("model");
+        let model = generation.models.named(name.as_deref())?;
+        let Some(support) = generation.models.messages(model) else { return Ok(true) };
+        let authorization = session.req_header().headers.get(AUTHORIZATION).cloned();
+        Ok(race(session, support.is_native(&model.decode, authorization.as_ref())).await?)
     }
 
     /// Identifies the client; `None` without `auth`. The client's credentials are removed here, so no engine or log
@@ -281,7 +308,8 @@ async fn end_stream(
         driver.progress.streamed = true;
     }
     context.accounting.status = 200;
-    response::end_with_error(session, &refusal.0).await.map_err(|ClientGone| RequestError::ClientGone)
+    let sent = response::end_with_error(session, &refusal.0, &context.ids.common_headers).await;
+    sent.map_err(|ClientGone| RequestError::ClientGone)
 }
 
 /// The request's claim in the queue.

@@ -14,6 +14,8 @@ use bytes::Bytes;
 use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderName, HeaderValue};
 use pingora::http::ResponseHeader;
 
+use crate::anthropic::Translation;
+use crate::anthropic::envelope::Envelope;
 use crate::client::session::{BodyPiece, ClientGone, ResponseLength, Session};
 use crate::client::stream_comments::StreamComments;
 use crate::exchange::driver::{DecodeResponse, ExchangeDriver};
@@ -38,10 +40,26 @@ pub(crate) struct StreamTimeouts {
     pub deadline: Option<std::time::Instant>,
 }
 
-/// The headers of every response to a client.
+/// The form of the engine's replies, and that of the response.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ReplyFormat {
+    pub dialect: Dialect,
+    pub translation: Option<Translation>,
+}
+
+impl ReplyFormat {
+    /// The form of errors.
+    fn envelope(self) -> Envelope {
+        if self.translation.is_some() { Envelope::Anthropic } else { Envelope::at(self.dialect.path()) }
+    }
+}
+
+/// What every response to a client has in common.
 pub(crate) struct CommonHeaders {
-    /// Sent as `x-request-id`.
+    /// Sent as `x-request-id`, and to Anthropic's clients as `request-id` too.
     pub id: HeaderValue,
+    /// The form of errors.
+    pub envelope: Envelope,
     /// `x-ratelimit-*`, if the client has limits.
     pub limits: Vec<(HeaderName, HeaderValue)>,
     /// For pages of other origins.
@@ -51,6 +69,9 @@ pub(crate) struct CommonHeaders {
 impl CommonHeaders {
     fn insert_into(&self, head: &mut ResponseHeader) -> pingora::Result<()> {
         head.insert_header("x-request-id", &self.id)?;
+        if self.envelope == Envelope::Anthropic {
+            head.insert_header("request-id", &self.id)?;
+        }
         for (name, value) in self.limits.iter().chain(&self.cors) {
             head.insert_header(name, value)?;
         }
@@ -100,13 +121,12 @@ pub(crate) fn comments(
 }
 
 /// Ends a stream that has begun: one typed error at a frame boundary.
-pub(crate) async fn end_with_error(session: &mut Session, error: &ApiError) -> Result<(), ClientGone> {
-    session.send(&last_events(error), BodyPiece::Last).await.map(drop)
-}
-
-/// The end of a stream that failed.
-fn last_events(error: &ApiError) -> Bytes {
-    [error.to_sse(), sse::DONE].concat().into()
+pub(crate) async fn end_with_error(
+    session: &mut Session,
+    error: &ApiError,
+    common: &CommonHeaders,
+) -> Result<(), ClientGone> {
+    session.send(&common.envelope.last_event(error), BodyPiece::Last).await.map(drop)
 }
 
 /// Sends an error.
@@ -115,7 +135,7 @@ pub(crate) async fn send_error(
     error: &ApiError,
     common: &CommonHeaders,
 ) -> Result<(), ClientGone> {
-    send_whole(session, error.status, &error.headers(), common, error.to_bytes()).await
+    send_whole(session, error.status, &error.headers(), common, common.envelope.body(error)).await
 }
 
 /// Relays a decode engine's response to its end.
@@ -126,9 +146,10 @@ pub(crate) async fn relay(
     common: &CommonHeaders,
     timeouts: StreamTimeouts,
     resume_state: Option<Box<ResumeState>>,
-    dialect: Dialect,
+    format: ReplyFormat,
 ) -> Result<u16, RequestError> {
     let DecodeResponse { attempt, reply, load } = answer;
+    let dialect = format.dialect;
     let idle = IdleTimer::new(timeouts);
     let content_type = reply.content_type().cloned();
     let metadata = reply.metadata().filter(|_| !dialect.generates()).cloned();
@@ -156,6 +177,7 @@ pub(crate) async fn relay(
     driver.progress.streamed = streamed || has_begun;
     driver.progress.passes = !dialect.generates();
     let (reply, load) = (Some(reply), Some(load));
+    let translates_events = streamed && format.translation == Some(Translation::Message);
     let mut pump = ResponsePump {
         session,
         driver,
@@ -165,7 +187,8 @@ pub(crate) async fn relay(
         idle,
         resume_state,
         has_first_chunk: false,
-        dialect,
+        format,
+        translator: translates_events.then(Box::default),
     };
     if streamed {
         pump.relay_stream(head).await?;

@@ -367,3 +367,28 @@ fn an_ambiguous_or_malformed_body_with_a_huge_tree_is_not_parsed() {
     );
     assert_eq!(read(CHAT, &chat).unwrap_err().code.as_deref(), Some("too_many_values"));
 }
+
+#[test]
+fn a_body_of_messages_is_checked_where_it_is_like_a_chat() {
+    let read = |text: &str| RawBody::messages(text.to_owned().into(), &ParseLimits::default(), &RouterRules);
+    let (body, outline) = read(
+        r#"{"max_tokens":7,"messages":[{"role":"user"}],"metadata":{"user_id":"u"},"remote_host":"x","stream":true}"#,
+    )
+    .unwrap();
+    assert_eq!((outline.request.max_tokens, outline.request.stream, outline.prompts), (Some(7), true, 1));
+    assert_eq!((outline.request.user.as_deref(), body.has("remote_host")), (Some("u"), false));
+    for (text, param) in [
+        (r#"{"messages":[]}"#, "max_tokens"),
+        (r#"{"max_tokens":7,"messages":null}"#, "messages"),
+        (r#"{"max_tokens":7,"messages":"x"}"#, "messages"),
+        (r#"{"max_tokens":0,"messages":[]}"#, "max_tokens"),
+        (r#"{"max_tokens":"7","messages":[]}"#, "max_tokens"),
+        (r#"{"max_tokens":7,"messages":[],"stream":1}"#, "stream"),
+        (r#"{"max_tokens":7,"messages":[],"temperature":-1}"#, "temperature"),
+    ] {
+        let found = read(text).map(drop).map_err(|error| (error.status, error.param));
+        assert_eq!(found, Err((400, Some(param.to_owned()))), "{text}");
+    }
+    let text = format!(r#"{{"max_tokens":7,"messages":[],"metadata":{{"x":"{}"}}}}"#, "m".repeat(1 << 20));
+    assert_eq!(read(&text).unwrap_err().param.as_deref(), Some("metadata"));
+}

@@ -67,13 +67,13 @@ impl ExchangeDriver {
         let reason = self.decide_disaggregation(request);
         let (reason, handoff) = if reason.is_remote() {
             match self.prefill_remotely(session, request).await {
-                // The first reply shows that the engine writes to one sequence.
+                // The first reply shows that the engine would write the blocks.
                 Ok(PrefillOutcome::Responded(Some(_)))
-                    if request.has_choices && self.protocol.write_frees_decode() =>
+                    if self.protocol.write_frees_decode() && !request.can_be_pushed() =>
                 {
                     self.apply(Event::HandoffUnusable);
                     self.apply(Event::PrefillSkipped);
-                    (DisaggregationReason::SeveralChoices, Ok(None))
+                    (DisaggregationReason::PushUnmatched, Ok(None))
                 }
                 Ok(PrefillOutcome::Responded(handoff)) => (reason, Ok(handoff)),
                 Ok(PrefillOutcome::Unavailable(..)) if request.model.fallback == Fallback::Aggregate => {

@@ -23,6 +23,29 @@ pub(crate) struct StreamReadOptions {
     pub counts: TokenCountRule,
     /// Only the router asked for usage, so its event is not for the client.
     pub without_usage: bool,
+    pub ending: StreamEnding,
+}
+
+/// What ends a stream.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum StreamEnding {
+    /// `[DONE]`.
+    #[default]
+    Done,
+    /// The event `message_stop`. Anthropic's SDK takes a stream that is cut before it as complete (2.14).
+    MessageStop,
+    /// The end of the body, or `[DONE]`.
+    Body,
+}
+
+impl StreamEnding {
+    /// Whether this frame ends a stream.
+    pub(super) fn is_end(self, frame: &Frame, bytes: &[u8]) -> bool {
+        match self {
+            Self::MessageStop => frame.is_stop && frame.has_data(),
+            Self::Done | Self::Body => frame.is_done(bytes),
+        }
+    }
 }
 
 /// The number of tokens that an event counts as.
@@ -35,6 +58,8 @@ pub(crate) enum TokenCountRule {
     TokenIds,
     /// For responses: one, if it is a delta.
     Deltas,
+    /// For Messages: one, if it is a delta of a content block.
+    BlockDeltas,
 }
 
 /// The result of reading whole frames.
@@ -86,7 +111,7 @@ impl FrameBuffer {
                 };
             }
             let only_usage =
-                scanner.has_usage() && !scanner.has_choice() && self.reading.counts != TokenCountRule::Deltas;
+                scanner.has_usage() && !scanner.has_choice() && self.reading.counts.has_usage_events();
             if !only_usage {
                 usage.streamed += tokens;
             }
@@ -105,10 +130,16 @@ impl FrameBuffer {
 }
 
 impl TokenCountRule {
+    /// Whether an event with usage and no choice contains nothing else.
+    fn has_usage_events(self) -> bool {
+        matches!(self, Self::Events | Self::TokenIds)
+    }
+
     fn tokens(self, frame: &[u8]) -> u64 {
         match self {
             Self::Events => 1,
             Self::Deltas => u64::from(memmem::find(frame, b".delta\"").is_some()),
+            Self::BlockDeltas => u64::from(memmem::find(frame, b"\"content_block_delta\"").is_some()),
             Self::TokenIds => {
                 let ids = TOKEN_IDS.find(frame).and_then(|at| value(&frame[at + TOKEN_IDS.needle().len()..]));
                 let Some([b'[', ids @ ..]) = ids else { return 1 };

@@ -21,6 +21,8 @@ pub(crate) struct Frame {
     pub fields: usize,
     /// Its last `event` field is `error`.
     pub is_error: bool,
+    /// Its last `event` field is `message_stop`.
+    pub is_stop: bool,
 }
 
 /// State of the scan of bytes that grow.
@@ -76,6 +78,7 @@ impl Frame {
             self.fields += 1;
         } else if let Some(value) = value(line, b"event") {
             self.is_error = value == b"error";
+            self.is_stop = value == b"message_stop";
         }
     }
 }

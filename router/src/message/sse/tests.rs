@@ -345,8 +345,15 @@ fn events_count_as_tokens_until_the_engine_reports_usage() {
     let responses = "event: response.created\ndata: {\"type\":\"response.created\"}\n\n\
         data: {\"type\":\"response.output_text.delta\",\"delta\":\"a\"}\n\n\
         data: {\"type\":\"response.completed\",\"response\":{\"usage\":{\"input_tokens\":7,\"output_tokens\":2}}}\n\n";
-    let (passed, scan, _) =
-        streamed(responses, 50, StreamReadOptions { counts: TokenCountRule::Deltas, without_usage: true });
+    let (passed, scan, _) = streamed(
+        responses,
+        50,
+        StreamReadOptions {
+            counts: TokenCountRule::Deltas,
+            without_usage: true,
+            ..StreamReadOptions::default()
+        },
+    );
     assert_eq!((&*passed, scan.usage), (responses, Some(Usage { prompt: 7, cached: 0, completion: 2 })));
     assert_eq!(streamed(&responses[..150], 50, reading(TokenCountRule::Deltas)).1.streamed, 1);
 }
@@ -371,4 +378,31 @@ fn a_frame_too_long_to_be_held_is_read_too() {
             );
         }
     }
+}
+
+#[test]
+fn a_messages_stream_ends_with_its_last_event_and_not_with_its_body() {
+    let options = StreamReadOptions {
+        counts: TokenCountRule::BlockDeltas,
+        ending: StreamEnding::MessageStop,
+        ..StreamReadOptions::default()
+    };
+    let event = |data: &str| {
+        let name = serde_json::from_str::<serde_json::Value>(data).expect("JSON")["type"].clone();
+        format!("event: {}\ndata: {data}\n\n", name.as_str().expect("a name"))
+    };
+    let start = event(r#"{"type":"message_start","message":{"usage":{"input_tokens":7,"output_tokens":1}}}"#);
+    let delta = event(r#"{"type":"content_block_delta","delta":{"type":"text_delta","text":"a"}}"#);
+    let stop = event(r#"{"type":"message_stop"}"#);
+    let mut frames = FrameBuffer::new(options);
+    let mut scan = UsageScan::default();
+    let whole = frames.pass((start + &delta + &delta + "data: [DONE]\n\n").into());
+    let read = frames.read(whole, &mut scan);
+    assert!(read.error.is_none() && !frames.is_done(), "only its own last event ends it");
+    assert_eq!((scan.usage.map(|usage| usage.prompt), scan.streamed), (Some(7), 2));
+    let (half, rest) = stop.split_at(stop.len() - 1);
+    assert!(frames.pass(half.to_owned().into()).is_empty());
+    assert!(!frames.is_done() && !frames.ends_with_done());
+    let whole = frames.pass((rest.to_owned() + &delta).into());
+    assert_eq!((&whole[..], frames.is_done()), (stop.as_bytes(), true));
 }

@@ -5,6 +5,7 @@
 //! usage            tokens                       choices[].finish_reason    the finish reason
 //! error            an error                     response.usage, .error     of events of /v1/responses
 //! object, type     an error, if it is "error"   choices[].index            the choice that is counted
+//! stop_reason      the finish reason of Messages  message.usage, delta.stop_reason   of its events
 //! ```
 //!
 //! The scanner follows the structure: strings, brackets, and the names of the first three levels. It parses only
@@ -15,7 +16,7 @@
 
 use memchr::memchr2;
 
-use super::{FinishReason, Usage, read_usage};
+use super::{FinishReason, Usage, read_output, read_usage};
 
 /// Maximum bytes of a captured member: an engine's error with its trace.
 const CAPTURED_BYTES_MAX: usize = 64 << 10;
@@ -40,6 +41,8 @@ pub(crate) struct JsonScanner {
 #[derive(Debug, Default)]
 struct ScannedMembers {
     usage: Option<Usage>,
+    /// Of a usage that lacks the prompt's tokens.
+    output: Option<u64>,
     finish: Option<FinishReason>,
     error: Option<Vec<u8>>,
     /// `object` or `type` is `"error"`.
@@ -87,6 +90,7 @@ enum JsonMember {
     Error,
     Kind,
     Choices,
+    /// The object of an event whose members count.
     Response,
     Finish,
     Index,
@@ -204,6 +208,11 @@ impl JsonScanner {
         self.members.usage
     }
 
+    /// Tokens of the output, also without those of the prompt.
+    pub(crate) fn output(&self) -> Option<u64> {
+        self.members.output
+    }
+
     pub(crate) fn finish(&self) -> Option<FinishReason> {
         self.members.finish
     }
@@ -295,7 +304,10 @@ impl JsonScanner {
 impl ScannedMembers {
     fn record(&mut self, MemberCapture { member, bytes, too_long, .. }: MemberCapture) {
         match member {
-            JsonMember::Usage => self.usage = read_usage(&bytes).or(self.usage),
+            JsonMember::Usage => {
+                self.usage = read_usage(&bytes).or(self.usage);
+                self.output = read_output(&bytes);
+            }
             JsonMember::Error if too_long => self.error = Some(Vec::new()),
             JsonMember::Error if bytes != b"\"\"" => self.error = Some(bytes),
             JsonMember::Kind => self.is_error |= bytes == b"\"error\"",
@@ -363,8 +375,8 @@ fn member(depth: usize, name: &[u8]) -> Option<JsonMember> {
         (1 | 2, b"error") => JsonMember::Error,
         (1, b"object" | b"type") => JsonMember::Kind,
         (1, b"choices") => JsonMember::Choices,
-        (1, b"response") => JsonMember::Response,
-        (3, b"finish_reason") => JsonMember::Finish,
+        (1, b"response" | b"message" | b"delta") => JsonMember::Response,
+        (3, b"finish_reason") | (1 | 2, b"stop_reason") => JsonMember::Finish,
         (3, b"index") => JsonMember::Index,
         _ => return None,
     })

@@ -11,8 +11,10 @@ use pingora::http::ResponseHeader;
 use super::stream::{ResponsePump, StreamError};
 use crate::client::session::{BodyPiece, ResponseLength};
 use crate::engines::body_budget::BodyReservation;
+use crate::legs::Refusal;
 use crate::legs::request_error::RequestError;
 use crate::message::embedded_error::{ERROR_BYTES_MAX, InvalidReply, check_reply};
+use crate::message::handoff_params::without_params;
 use crate::message::usage::JsonScanner;
 
 /// Limit on one buffered response, within the budget of all of them. It is enough for the tokens of the longest context
@@ -51,6 +53,12 @@ impl ResponsePump<'_> {
         if let Some(error) = self.body_error(&buffered, &scanner) {
             return Err(self.refuse(error));
         }
+        let buffered = match self.format.translation.map(|translation| translation.reply(&buffered)) {
+            None if self.format.dialect.generates() => without_params(buffered),
+            None => buffered,
+            Some(Ok(translated)) => translated,
+            Some(Err(error)) => return Err(self.refuse(StreamError::Refused(Refusal(error)))),
+        };
         self.complete();
         self.commit(head, ResponseLength::Known(buffered.len())).await?;
         self.write(buffered, BodyPiece::Last).await
@@ -64,6 +72,9 @@ impl ResponsePump<'_> {
         mut begun: Bytes,
         reservation: Option<BodyReservation>,
     ) -> Result<(), RequestError> {
+        if self.format.translation.is_some() {
+            return Err(self.refuse(StreamError::Refused(Refusal::no_memory())));
+        }
         let mut scanner = Box::new(JsonScanner::of(&begun));
         // An error is short, and is buffered in any case.
         while scanner.begins_error() && begun.len() <= ERROR_BYTES_MAX {
@@ -76,7 +87,7 @@ impl ResponsePump<'_> {
                 Err(error) => return Err(self.refuse(error)),
             }
         }
-        if scanner.begins_error() || self.dialect.generates() && scanner.is_no_object() {
+        if scanner.begins_error() || self.format.dialect.generates() && scanner.is_no_object() {
             let error = self.body_error(&begun, &scanner).unwrap_or(StreamError::EngineDied);
             return Err(self.refuse(error));
         }
@@ -116,7 +127,7 @@ impl ResponsePump<'_> {
     fn body_error(&mut self, body: &Bytes, scanner: &JsonScanner) -> Option<StreamError> {
         self.driver.progress.usage_scan.note(scanner);
         let kind = self.reply.as_ref().and_then(|reply| reply.content_type());
-        match check_reply(body, scanner, kind, self.dialect.generates())? {
+        match check_reply(body, scanner, kind, self.format.dialect.generates())? {
             InvalidReply::Error(error) => Some(self.stream_error(error)),
             InvalidReply::Broken => Some(StreamError::EngineDied),
         }

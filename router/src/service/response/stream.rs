@@ -12,7 +12,8 @@ use bytes::{Bytes, BytesMut};
 use pingora::http::ResponseHeader;
 use tokio::time::{Instant, Sleep};
 
-use super::StreamTimeouts;
+use super::{ReplyFormat, StreamTimeouts};
+use crate::anthropic::stream::MessagesStream;
 use crate::client::disconnect::race;
 use crate::client::session::{BodyPiece, ClientGone, ResponseLength, Session};
 use crate::engines::http::{CallError, EngineRequestGuard, Reply};
@@ -21,8 +22,8 @@ use crate::exchange::resume::{ResumePlan, ResumeState};
 use crate::legs::request_error::RequestError;
 use crate::legs::{Refusal, Verdict, classify_unreadable};
 use crate::message::embedded_error::EmbeddedError;
-use crate::message::path::Dialect;
-use crate::message::sse::{FilteredFrames, FrameBuffer};
+use crate::message::handoff_params::without_params;
+use crate::message::sse::{FilteredFrames, FrameBuffer, StreamEnding};
 use crate::metrics::ResumeResult;
 
 /// Time that an engine has after `[DONE]` to end its response, so that its connection can be reused.
@@ -100,7 +101,9 @@ pub(super) struct ResponsePump<'a> {
     pub(super) idle: IdleTimer,
     pub(super) resume_state: Option<Box<ResumeState>>,
     pub(super) has_first_chunk: bool,
-    pub(super) dialect: Dialect,
+    pub(super) format: ReplyFormat,
+    /// Set if the events are translated.
+    pub(super) translator: Option<Box<MessagesStream>>,
 }
 
 impl ResponsePump<'_> {
@@ -115,29 +118,33 @@ impl ResponsePump<'_> {
                     let whole = frames.pass(chunk);
                     let FilteredFrames { forwarded, error } = self.read(&mut frames, whole);
                     let done = error.is_none() && frames.is_done();
-                    if done {
-                        self.complete();
-                    }
-                    if done || !forwarded.is_empty() {
-                        let forwarded = match &mut self.resume_state {
-                            Some(resume_state) => resume_state.rewrite_frames(&forwarded),
-                            None => forwarded,
-                        };
-                        let piece = if done { BodyPiece::Last } else { BodyPiece::Inner };
-                        self.write(forwarded, piece).await?;
-                    }
-                    match error {
-                        Some(error) => self.stream_error(error),
-                        None if done => return Ok(()),
-                        None => continue,
+                    match self.for_client(forwarded) {
+                        Err(untranslatable) => untranslatable,
+                        Ok(forwarded) => {
+                            if done {
+                                self.complete();
+                            }
+                            if done || !forwarded.is_empty() {
+                                let piece = if done { BodyPiece::Last } else { BodyPiece::Inner };
+                                self.write(forwarded, piece).await?;
+                            }
+                            match error {
+                                Some(error) => self.stream_error(error),
+                                None if done => return Ok(()),
+                                None => continue,
+                            }
+                        }
                     }
                 }
                 // The final line end is missing.
-                Ok(None) if frames.ends_with_done() => {
-                    self.complete();
-                    return self.write(DONE, BodyPiece::Last).await;
-                }
-                Ok(None) if !self.dialect.says_done() && frames.is_whole() => {
+                Ok(None) if frames.ends_with_done() => match self.translated(DONE) {
+                    Ok(done) => {
+                        self.complete();
+                        return self.write(done, BodyPiece::Last).await;
+                    }
+                    Err(untranslatable) => untranslatable,
+                },
+                Ok(None) if self.ends_with_body() && frames.is_whole() => {
                     self.complete();
                     return self.write(Bytes::new(), BodyPiece::Last).await;
                 }
@@ -158,6 +165,32 @@ impl ResponsePump<'_> {
         self.load = None;
         if let Some(reply) = self.reply.take() {
             drain(reply);
+        }
+    }
+
+    /// Whether the end of the body ends the stream.
+    fn ends_with_body(&self) -> bool {
+        self.format.dialect.stream_ending() == StreamEnding::Body
+    }
+
+    /// The bytes that the client gets for an engine's frames.
+    fn for_client(&mut self, frames: Bytes) -> Result<Bytes, StreamError> {
+        if frames.is_empty() {
+            return Ok(frames);
+        }
+        let frames = match &mut self.resume_state {
+            Some(resume_state) => resume_state.rewrite_frames(&frames),
+            None => frames,
+        };
+        self.translated(without_params(frames))
+    }
+
+    fn translated(&mut self, frames: Bytes) -> Result<Bytes, StreamError> {
+        match &mut self.translator {
+            None => Ok(frames),
+            Some(translator) => {
+                translator.push(&frames).map_err(|error| StreamError::Refused(Refusal(error)))
+            }
         }
     }
 
@@ -213,9 +246,20 @@ impl ResponsePump<'_> {
                 if usage_scan.usage.is_none() && usage.is_some() {
                     (usage_scan.usage, usage_scan.streamed) = (usage, 0);
                 }
-                self.driver.count_resume(ResumeResult::Resumed);
-                self.driver.apply(Event::StreamEnded(self.attempt));
-                self.write(last, BodyPiece::Last).await?;
+                if let (Some(translator), Some(usage)) = (&mut self.translator, usage) {
+                    translator.set_usage(usage);
+                }
+                match self.translated(last) {
+                    Ok(last) => {
+                        self.driver.count_resume(ResumeResult::Resumed);
+                        self.driver.apply(Event::StreamEnded(self.attempt));
+                        self.write(last, BodyPiece::Last).await?;
+                    }
+                    Err(untranslatable) => {
+                        self.driver.count_resume(ResumeResult::NotAllowed);
+                        self.end_with_error(untranslatable, frames).await?;
+                    }
+                }
                 return Ok(ResumeOutcome::Ended);
             }
             (ResumePlan::Impossible | ResumePlan::Restart | ResumePlan::Continue(_), _) => {
@@ -246,7 +290,7 @@ impl ResponsePump<'_> {
         Ok(ResumeOutcome::Continues)
     }
 
-    /// Ends a failed stream: one typed error at a frame boundary, then `[DONE]`.
+    /// Ends a failed stream: one typed error at a frame boundary, then `[DONE]` in OpenAI's form.
     pub(super) async fn end_with_error(
         &mut self,
         error: StreamError,
@@ -254,10 +298,10 @@ impl ResponsePump<'_> {
     ) -> Result<(), RequestError> {
         self.apply_error(&error);
         let mut last = BytesMut::new();
-        if frames.is_inside() {
+        if frames.is_inside() && self.translator.is_none() {
             last.extend_from_slice(b"\n\n");
         }
-        last.extend_from_slice(&super::last_events(&error.refusal().0));
+        last.extend_from_slice(&self.format.envelope().last_event(&error.refusal().0));
         self.write(last.freeze(), BodyPiece::Last).await
     }
 

@@ -283,7 +283,14 @@ fn examples() -> BTreeMap<String, String> {
 #[test]
 fn every_example_is_a_configuration_and_fits_the_schema() {
     let examples = examples();
-    for name in ["router.yaml", "single.yaml", "vllm-pd.yaml", "kubernetes.yaml", "multi-tenant.yaml"] {
+    for name in [
+        "router.yaml",
+        "single.yaml",
+        "vllm-pd.yaml",
+        "kubernetes.yaml",
+        "messages.yaml",
+        "multi-tenant.yaml",
+    ] {
         assert!(examples.contains_key(name), "{name} is there");
     }
     let schema = RouterConfig::schema();

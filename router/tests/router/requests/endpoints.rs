@@ -197,7 +197,7 @@ async fn an_unsupported_endpoint_is_reported_as_unsupported() {
         assert!(refused.text().contains("the engines of this model"), "{}", refused.text());
     }
     stands(&system, &d, "decode", "usable").await;
-    for path in ["/v1/messages", "/v1/audio/speech", "/v1/responses/resp_1"] {
+    for path in ["/v1/moderations", "/v1/audio/speech", "/v1/responses/resp_1"] {
         let refused = post(system.address, path, &json!({"model": "m"})).await;
         assert_eq!((refused.status, refused.code().as_str()), (404, "unsupported_endpoint"), "{path}");
     }

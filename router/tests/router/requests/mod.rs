@@ -9,6 +9,7 @@ pub(crate) mod liveness;
 pub(crate) mod load;
 pub(crate) mod long_silence;
 pub(crate) mod main_path;
+pub(crate) mod messages;
 pub(crate) mod policies;
 pub(crate) mod push;
 pub(crate) mod reply_window;

@@ -272,3 +272,31 @@ async fn token_ids_are_requested_only_for_resumable_streams() {
         d.received().iter().map(|request| request.body.get("return_token_ids").cloned()).collect();
     assert_eq!(requests, [Some(json!(true)), None]);
 }
+
+#[tokio::test]
+async fn a_translated_message_is_continued_like_a_chat() {
+    let body = json!({"model": "m", "max_tokens": 12, "temperature": 0, "stream": true,
+        "messages": [{"role": "user", "content": "tell me"}]});
+    let ask = async |engines: &[&FakeEngine]| -> (String, Vec<String>) {
+        let system = TestRouter::with(&[], engines, "    messages: translate\n    resume: true", "").await;
+        let stream = post(system.address, "/v1/messages", &body).await.text();
+        let (mut text, mut others) = (String::new(), Vec::new());
+        for data in stream.lines().filter_map(|line| line.strip_prefix("data: ")) {
+            let event: Value = serde_json::from_str(data).expect("JSON");
+            match event["delta"]["text"].as_str() {
+                Some(part) => text.push_str(part),
+                None => others.push(event.to_string()),
+            }
+        }
+        (text, others)
+    };
+    let expected = ask(&[&engine("first", NEVER).await]).await;
+    assert_eq!(
+        (expected.0.len(), expected.1.last().map(String::as_str)),
+        (12, Some(r#"{"type":"message_stop"}"#))
+    );
+    for after in 1..16 {
+        let (dies, lives) = (engine("first", after).await, engine("second", NEVER).await);
+        assert_eq!(ask(&[&dies, &lives]).await, expected, "after {after} frames");
+    }
+}

@@ -1,0 +1,144 @@
+//! A whole chat completion as a message.
+
+use baton_openai::ApiError;
+use bytes::Bytes;
+use serde_json::{Value, json};
+
+use super::Translation;
+use super::stop::{Stop, message_id, reasoning, usage};
+
+/// Maximum bytes of a translated reply, which is parsed: a million tokens without log probabilities, or their ids.
+const REPLY_BYTES_MAX: usize = 8 << 20;
+
+impl Translation {
+    /// Translates an engine's whole reply.
+    ///
+    /// # Errors
+    /// 502 for a reply that has no counterpart.
+    pub(crate) fn reply(self, reply: &[u8]) -> Result<Bytes, ApiError> {
+        let chat: Option<Value> = Some(reply)
+            .filter(|reply| reply.len() <= REPLY_BYTES_MAX)
+            .and_then(|reply| serde_json::from_slice(reply).ok());
+        let chat = chat.ok_or_else(|| unreadable("an engine's answer cannot be translated"))?;
+        let translated = match self {
+            Self::Message => to_message(&chat)?,
+            Self::TokenCount => {
+                let count = chat["count"].as_u64();
+                json!({"input_tokens": count.ok_or_else(|| unreadable("an engine did not count the tokens"))?})
+            }
+        };
+        Ok(translated.to_string().into())
+    }
+}
+
+fn to_message(chat: &Value) -> Result<Value, ApiError> {
+    let choice = &chat["choices"][0];
+    let message = &choice["message"];
+    let calls = message["tool_calls"].as_array().map_or(&[][..], Vec::as_slice);
+    let stop = Stop::of(choice, !calls.is_empty())?;
+    let mut content = Vec::new();
+    let thinking = reasoning(message);
+    if !thinking.is_empty() {
+        content.push(json!({"type": "thinking", "thinking": thinking, "signature": ""}));
+    }
+    if let Some(text) = message["content"].as_str().filter(|text| !text.is_empty()) {
+        content.push(json!({"type": "text", "text": text}));
+    }
+    for call in calls {
+        let function = &call["function"];
+        let input = input(function["arguments"].as_str().unwrap_or_default(), &stop)?;
+        content.push(json!({"type": "tool_use", "id": call["id"], "name": function["name"], "input": input}));
+    }
+    Ok(json!({
+        "id": message_id(chat), "type": "message", "role": "assistant", "model": chat["model"],
+        "content": content, "stop_reason": stop.reason, "stop_sequence": stop.sequence,
+        "usage": usage(&chat["usage"]),
+    }))
+}
+
+/// The arguments of a call, which are JSON in a string. Arguments that the length limit cut are empty.
+fn input(arguments: &str, stop: &Stop) -> Result<Value, ApiError> {
+    match serde_json::from_str(arguments) {
+        Ok(input @ Value::Object(_)) => Ok(input),
+        _ if arguments.trim().is_empty() || stop.reason == "max_tokens" => Ok(json!({})),
+        _ => Err(unreadable("the model's arguments of a tool call are no JSON object")),
+    }
+}
+
+fn unreadable(message: &str) -> ApiError {
+    ApiError::bad_gateway(message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn translated(choice: Value) -> Result<Value, u16> {
+        let usage = json!({"prompt_tokens": 9, "completion_tokens": 4,
+            "prompt_tokens_details": {"cached_tokens": 6}});
+        let chat = json!({"id": "chatcmpl-1", "model": "m", "choices": [choice], "usage": usage});
+        let message =
+            Translation::Message.reply(chat.to_string().as_bytes()).map_err(|error| error.status)?;
+        Ok(serde_json::from_slice(&message).expect("JSON"))
+    }
+
+    #[test]
+    fn a_text_is_a_message_with_its_usage() {
+        let choice = json!({"message": {"content": "hi", "tool_calls": []}, "finish_reason": "stop"});
+        let expected = json!({
+            "id": "msg_1", "type": "message", "role": "assistant", "model": "m",
+            "content": [{"type": "text", "text": "hi"}], "stop_reason": "end_turn", "stop_sequence": null,
+            "usage": {"input_tokens": 3, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 6,
+                "output_tokens": 4},
+        });
+        assert_eq!(translated(choice), Ok(expected));
+    }
+
+    #[test]
+    fn reasoning_and_calls_are_blocks_in_order() {
+        let call = |arguments: &str| json!({"id": "c1", "function": {"name": "f", "arguments": arguments}});
+        let message =
+            json!({"reasoning": "hm", "content": "so", "tool_calls": [call("{\"a\":[1]}"), call("")]});
+        let found = translated(json!({"message": message, "finish_reason": "stop"})).expect("a message");
+        assert_eq!(found["stop_reason"], "tool_use");
+        assert_eq!(
+            found["content"],
+            json!([
+                {"type": "thinking", "thinking": "hm", "signature": ""},
+                {"type": "text", "text": "so"},
+                {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": [1]}},
+                {"type": "tool_use", "id": "c1", "name": "f", "input": {}},
+            ])
+        );
+        let cut = |finish: &str| json!({"message": {"content": null, "tool_calls": [call("{\"a\":")]}, "finish_reason": finish});
+        assert_eq!(translated(cut("length")).expect("a message")["content"][0]["input"], json!({}));
+        assert_eq!(translated(cut("tool_calls")), Err(502), "no silent loss");
+    }
+
+    #[test]
+    fn every_reason_of_a_complete_response_has_a_counterpart() {
+        let of = |finish: Value, stop: Value| {
+            let choice = json!({"message": {"content": "a"}, "finish_reason": finish, "stop_reason": stop});
+            let found = translated(choice)?;
+            Ok((found["stop_reason"].clone(), found["stop_sequence"].clone()))
+        };
+        for (finish, stop, expected) in [
+            ("stop", json!("END"), Ok((json!("stop_sequence"), json!("END")))),
+            ("stop", json!(7), Ok((json!("end_turn"), json!(null)))),
+            ("length", json!(null), Ok((json!("max_tokens"), json!(null)))),
+            ("content_filter", json!(null), Ok((json!("refusal"), json!(null)))),
+            ("abort", json!(null), Err(502)),
+        ] {
+            assert_eq!(of(json!(finish), stop), expected, "{finish}");
+        }
+        assert_eq!(of(json!(null), json!(null)), Err(502));
+    }
+
+    #[test]
+    fn a_count_is_translated_and_another_reply_is_an_error() {
+        let count = |reply: &[u8]| Translation::TokenCount.reply(reply).map_err(|error| error.status);
+        assert_eq!(count(br#"{"count":5,"tokens":[1]}"#), Ok(Bytes::from_static(br#"{"input_tokens":5}"#)));
+        assert_eq!((count(b"{}"), count(b"[")), (Err(502), Err(502)));
+        assert_eq!(Translation::Message.reply(&vec![b' '; REPLY_BYTES_MAX + 1]).map(drop).ok(), None);
+    }
+}

@@ -1,0 +1,60 @@
+//! The end of a response: `stop_reason`, `stop_sequence` and `usage`.
+
+use baton_openai::ApiError;
+use serde_json::{Value, json};
+
+/// Why a response ended, as Messages has it.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Stop {
+    pub reason: &'static str,
+    /// The matched stop sequence, or `null`.
+    pub sequence: Value,
+}
+
+impl Stop {
+    /// Of a choice of a chat, or of its last chunk. `stop_reason` is vLLM's and has the matched stop string.
+    ///
+    /// # Errors
+    /// 502 for an end that leaves the response incomplete, such as `abort`. Messages has no reason for it.
+    pub(super) fn of(choice: &Value, has_tools: bool) -> Result<Self, ApiError> {
+        let sequence = match &choice["stop_reason"] {
+            Value::String(text) => Value::from(text.as_str()),
+            _ => Value::Null,
+        };
+        let reason = match choice["finish_reason"].as_str() {
+            // A forced call ends with `stop` in vLLM.
+            Some("stop" | "tool_calls" | "function_call") if has_tools => "tool_use",
+            Some("stop") if sequence.is_string() => "stop_sequence",
+            Some("stop" | "tool_calls" | "function_call") => "end_turn",
+            Some("length") => "max_tokens",
+            Some("content_filter") => "refusal",
+            _ => return Err(ApiError::bad_gateway("an engine ended the response before it was complete")),
+        };
+        let sequence = if reason == "stop_sequence" { sequence } else { Value::Null };
+        Ok(Self { reason, sequence })
+    }
+}
+
+/// The usage of a chat. Cached tokens are no part of `input_tokens`.
+pub(super) fn usage(usage: &Value) -> Value {
+    let tokens = |value: &Value| value.as_u64().unwrap_or(0);
+    let cached = tokens(&usage["prompt_tokens_details"]["cached_tokens"]);
+    json!({
+        "input_tokens": tokens(&usage["prompt_tokens"]).saturating_sub(cached),
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": tokens(&usage["completion_tokens"]),
+    })
+}
+
+/// The id of a message, from that of a chat.
+pub(super) fn message_id(chat: &Value) -> String {
+    let id = chat["id"].as_str().unwrap_or_default();
+    format!("msg_{}", id.strip_prefix("chatcmpl-").unwrap_or(id))
+}
+
+/// The reasoning of a message or a delta: vLLM renamed the field.
+pub(super) fn reasoning(message: &Value) -> &str {
+    let text = |name: &str| message[name].as_str().filter(|text| !text.is_empty());
+    text("reasoning_content").or_else(|| text("reasoning")).unwrap_or_default()
+}

@@ -1,0 +1,192 @@
+//! The events of a chat stream as those of a Messages stream.
+//!
+//! ```text
+//!         first chunk: message_start
+//!               ▼
+//!  ┌──▶ no block open ──────────── [DONE] ──▶ message_delta, message_stop
+//!  │            │ reasoning, text or a call: content_block_start
+//!  │            ▼
+//!  └── block open ⟲ content_block_delta
+//!   content_block_stop
+//! ```
+//!
+//! Invariants:
+//! - At most one block is open, and blocks are numbered in order.
+//! - `message_stop` follows a finish reason and `[DONE]`. A stream that lacks either ends with the caller's error.
+//! - Nothing is guessed or dropped: a chunk that has no counterpart is an error.
+
+use baton_openai::ApiError;
+use bytes::{Bytes, BytesMut};
+use serde_json::{Value, json};
+
+use super::envelope::event;
+use super::stop::{Stop, message_id, reasoning, usage};
+use crate::message::sse;
+use crate::message::usage::Usage;
+
+/// The kind of an open block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum OpenBlock {
+    Thinking,
+    Text,
+    /// The call with this index in the chat.
+    Tool(u64),
+}
+
+/// The translation of one stream.
+#[derive(Debug, Default)]
+pub(crate) struct MessagesStream {
+    /// The message's id, from the first chunk on.
+    id: Option<String>,
+    open: Option<OpenBlock>,
+    /// Number of blocks so far.
+    blocks: u64,
+    /// The index of the last call.
+    last_call: Option<u64>,
+    /// The last choice with a finish reason.
+    finished: Option<Value>,
+    usage: Option<Value>,
+}
+
+impl MessagesStream {
+    /// Translates whole frames.
+    ///
+    /// # Errors
+    /// 502 for a chunk that cannot be translated, or a stream that ends early.
+    pub(crate) fn push(&mut self, frames: &Bytes) -> Result<Bytes, ApiError> {
+        let (mut out, mut read) = (BytesMut::new(), 0);
+        for frame in sse::frames(frames) {
+            read = frame.end;
+            let data = frame.data(frames);
+            if !frame.has_data() {
+                // A comment keeps the connection alive. In Messages an event does.
+                if self.id.is_some() {
+                    out.extend_from_slice(&event(&json!({"type": "ping"})));
+                }
+            } else if data.trim_ascii() == b"[DONE]" {
+                self.finish(&mut out)?;
+            } else {
+                let chunk = serde_json::from_slice(&data).ok().filter(Value::is_object);
+                self.chunk(&chunk.ok_or_else(untranslatable)?, &mut out)?;
+            }
+        }
+        // The rest is a part of a frame that is too long for the buffer.
+        if read == frames.len() { Ok(out.freeze()) } else { Err(untranslatable()) }
+    }
+
+    /// Sets the usage of a stream whose engine failed before it sent its own.
+    pub(crate) fn set_usage(&mut self, counted: Usage) {
+        let Usage { prompt, cached, completion } = counted;
+        let details = json!({"cached_tokens": cached});
+        let chat = json!({"prompt_tokens": prompt, "completion_tokens": completion, "prompt_tokens_details": details});
+        self.usage.get_or_insert_with(|| usage(&chat));
+    }
+
+    fn chunk(&mut self, chunk: &Value, out: &mut BytesMut) -> Result<(), ApiError> {
+        if chunk["usage"].is_object() {
+            self.usage = Some(usage(&chunk["usage"]));
+        }
+        if self.id.is_none() {
+            let id = self.id.insert(message_id(chunk));
+            let message = json!({
+                "id": id, "type": "message", "role": "assistant", "model": chunk["model"], "content": [],
+                "stop_reason": null, "stop_sequence": null,
+                // A chat stream has its usage at the end.
+                "usage": self.usage.clone().unwrap_or_else(|| usage(&Value::Null)),
+            });
+            out.extend_from_slice(&event(&json!({"type": "message_start", "message": message})));
+        }
+        let choice = &chunk["choices"][0];
+        let delta = &choice["delta"];
+        let thinking = reasoning(delta);
+        if !thinking.is_empty() {
+            self.begin(
+                OpenBlock::Thinking,
+                || json!({"type": "thinking", "thinking": "", "signature": ""}),
+                out,
+            );
+            self.delta(&json!({"type": "thinking_delta", "thinking": thinking}), out);
+        }
+        if let Some(text) = delta["content"].as_str().filter(|text| !text.is_empty()) {
+            self.begin(OpenBlock::Text, || json!({"type": "text", "text": ""}), out);
+            self.delta(&json!({"type": "text_delta", "text": text}), out);
+        }
+        for call in delta["tool_calls"].as_array().map_or(&[][..], Vec::as_slice) {
+            self.call(call, out)?;
+        }
+        if choice["finish_reason"].is_string() {
+            let (finish, stop) = (&choice["finish_reason"], &choice["stop_reason"]);
+            self.finished = Some(json!({"finish_reason": finish, "stop_reason": stop}));
+        }
+        Ok(())
+    }
+
+    /// A part of a tool call. The first part of each call has its name.
+    fn call(&mut self, call: &Value, out: &mut BytesMut) -> Result<(), ApiError> {
+        let index = call["index"].as_u64().unwrap_or(0);
+        let function = &call["function"];
+        let arguments = function["arguments"].as_str().unwrap_or_default();
+        if self.open != Some(OpenBlock::Tool(index)) {
+            if self.last_call.is_some_and(|last| index <= last) {
+                // Its block has ended.
+                return if arguments.is_empty() { Ok(()) } else { Err(untranslatable()) };
+            }
+            let Some(name) = function["name"].as_str() else { return Err(untranslatable()) };
+            let id = match call["id"].as_str() {
+                Some(id) => id.to_owned(),
+                None => format!("{}-{index}", self.id.as_deref().unwrap_or_default()),
+            };
+            let block = || json!({"type": "tool_use", "id": id, "name": name, "input": {}});
+            self.begin(OpenBlock::Tool(index), block, out);
+            self.last_call = Some(index);
+        }
+        if !arguments.is_empty() {
+            self.delta(&json!({"type": "input_json_delta", "partial_json": arguments}), out);
+        }
+        Ok(())
+    }
+
+    /// Opens a block, unless it is open already.
+    fn begin(&mut self, block: OpenBlock, content: impl FnOnce() -> Value, out: &mut BytesMut) {
+        if self.open == Some(block) {
+            return;
+        }
+        self.close(out);
+        self.open = Some(block);
+        let start = json!({"type": "content_block_start", "index": self.blocks, "content_block": content()});
+        out.extend_from_slice(&event(&start));
+        self.blocks += 1;
+    }
+
+    fn delta(&self, delta: &Value, out: &mut BytesMut) {
+        let index = self.blocks.saturating_sub(1);
+        out.extend_from_slice(&event(
+            &json!({"type": "content_block_delta", "index": index, "delta": delta}),
+        ));
+    }
+
+    fn close(&mut self, out: &mut BytesMut) {
+        if self.open.take().is_some() {
+            let stop = json!({"type": "content_block_stop", "index": self.blocks.saturating_sub(1)});
+            out.extend_from_slice(&event(&stop));
+        }
+    }
+
+    fn finish(&mut self, out: &mut BytesMut) -> Result<(), ApiError> {
+        let Some(finished) = self.finished.take() else { return Err(untranslatable()) };
+        let stop = Stop::of(&finished, self.last_call.is_some())?;
+        self.close(out);
+        let delta = json!({"stop_reason": stop.reason, "stop_sequence": stop.sequence});
+        let usage = self.usage.take().unwrap_or_else(|| usage(&Value::Null));
+        out.extend_from_slice(&event(&json!({"type": "message_delta", "delta": delta, "usage": usage})));
+        out.extend_from_slice(&event(&json!({"type": "message_stop"})));
+        Ok(())
+    }
+}
+
+fn untranslatable() -> ApiError {
+    ApiError::bad_gateway("an engine's stream cannot be translated to Messages")
+}
+
+#[cfg(test)]
+mod tests;
