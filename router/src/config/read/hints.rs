@@ -85,7 +85,7 @@ pub(in crate::config::read) fn hint_for_key<'a>(root: &'a Value, key: &UnknownKe
         return format!(", did you mean {}?", names.join(" or "));
     }
     match known.len() {
-        1..=12 => format!("; known here: {}", known.join(", ")),
+        1..=20 => format!("; known here: {}", known.join(", ")),
         _ => String::new(),
     }
 }
