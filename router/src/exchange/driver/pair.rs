@@ -35,6 +35,8 @@ const PREFILL_GRACE: Duration = Duration::from_millis(100);
 struct FailedEngines {
     prefill: Vec<Arc<Engine>>,
     decode: Vec<Arc<Engine>>,
+    /// A decode engine answered with an error and was not tried again.
+    has_answered: bool,
 }
 
 /// The attempts of one pair, with their engines.
@@ -133,9 +135,14 @@ impl ExchangeDriver {
             let decode = match self.selection.reserved.take() {
                 Some(reserved) => EngineSelection::Engine(reserved),
                 None => match self.select_decode(session, request, &failed.decode).await {
-                    Ok(selection) => selection,
-                    Err(ClientGone) => return Err(self.cancel()),
-                },
+                    // A decode engine also answers with an error if its prefill engine was restarted.
+                    Ok(EngineSelection::Unavailable(_)) if failed.has_answered => {
+                        failed.has_answered = false;
+                        self.select_decode(session, request, &[]).await
+                    }
+                    selection => selection,
+                }
+                .map_err(|ClientGone| self.cancel())?,
             };
             let decode = match decode {
                 EngineSelection::Engine(reserved) => reserved,
@@ -180,7 +187,11 @@ impl ExchangeDriver {
                 PairOutcome::Failed(leg, refusal, why) => {
                     match leg {
                         Leg::Prefill => failed.prefill.push(Arc::clone(&engines[0])),
-                        Leg::Decode => failed.decode.push(Arc::clone(&engines[1])),
+                        Leg::Decode => {
+                            failed.has_answered |= failed.decode.is_empty()
+                                && !matches!(why, SettlementCause::DecodeUnreachable);
+                            failed.decode.push(Arc::clone(&engines[1]));
+                        }
                     }
                     (last, cause) = (refusal, why);
                     // Its process may be another one.

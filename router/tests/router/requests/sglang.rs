@@ -333,3 +333,21 @@ async fn a_decode_engine_that_fails_behind_an_answered_prefill_costs_a_new_pair(
     assert_eq!(rids(&d), [rid(&d, 0)], "only the failed decode leg is aborted");
     assert!(rids(&p).is_empty() && rids(&other).is_empty());
 }
+
+#[tokio::test]
+async fn the_only_decode_engine_gets_a_second_pair_after_an_error() {
+    let failure = Action::Refuse(500, json!({"error": {"message": "Decode transfer failed"}}));
+    let p = prefill().await;
+    let d = FakeEngine::always(Action::Hang).await;
+    let count = std::sync::atomic::AtomicUsize::new(0);
+    let d = d.with_rule(move |request| {
+        let is_first =
+            request.path.starts_with("/v1/") && count.fetch_add(1, std::sync::atomic::Ordering::SeqCst) == 0;
+        sglang("decode", if is_first { failure.clone() } else { Action::Stream(2) })(request)
+    });
+    let system = TestRouter::start(&[&p], &[&d]).await;
+    let answer = post(system.address, "/v1/completions", &completion(true)).await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    system.settled().await;
+    assert_ne!(rid(&d, 0), rid(&d, 1));
+}
