@@ -55,6 +55,7 @@ const LAYERS: &[(&str, &[&str])] = &[
             "state",
             "exchange",
             "service",
+            "picker",
             "admin",
             "process",
             "simulate",
