@@ -47,6 +47,8 @@ pub(crate) enum Command {
     Engine(Box<EngineArgs>),
     /// Run the router
     Router(RouterArgs),
+    /// Run the endpoint picker: choose engines for a gateway (Envoy) that forwards requests itself
+    Picker(PickerArgs),
     /// Validate a router configuration
     Check(CheckArgs),
     /// Explain how a request was routed, or how one would be
@@ -278,6 +280,16 @@ pub(crate) struct RouterArgs {
     /// the next one
     #[arg(long, value_name = "PATH")]
     pub(crate) takeover_socket: Option<PathBuf>,
+    /// Shut down when standard input ends: for supervisors
+    #[arg(long, hide = true)]
+    pub(crate) until_stdin_ends: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PickerArgs {
+    /// Configuration file, the same as the router's
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) config: PathBuf,
     /// Shut down when standard input ends: for supervisors
     #[arg(long, hide = true)]
     pub(crate) until_stdin_ends: bool,

@@ -51,7 +51,7 @@ pub(crate) fn run(args: &RouterArgs) -> Result<(), Failure> {
 }
 
 /// Applies the configuration file when its content changes, and on SIGHUP.
-fn follow(reload: ReloadHandle, file: ConfigFile) -> Result<AbortOnDropHandle<()>, Failure> {
+pub(crate) fn follow(reload: ReloadHandle, file: ConfigFile) -> Result<AbortOnDropHandle<()>, Failure> {
     let mut hangups = signal(SignalKind::hangup())?;
     // One pending signal is as good as several.
     let (tell, told) = mpsc::channel(1);

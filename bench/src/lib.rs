@@ -40,6 +40,8 @@ pub enum Benchmark {
     Fleet(systems::fleet::FleetOptions),
     /// Measure what the router adds to a request, against a client that makes both hops itself
     Router(systems::router::RouterArgs),
+    /// Measure a choice by the endpoint picker, beside a whole request through the router
+    Picker(systems::picker::PickerArgs),
     /// Load an OpenAI-compatible endpoint and measure it as its clients see it
     Serve(Box<systems::serve::ServeArgs>),
     /// Measure what cancelled requests cost a deployment, and write a report with all raw events
@@ -79,6 +81,7 @@ pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> 
         Benchmark::Lease(options) => Ok(parts::lease::run(&options, out)?),
         Benchmark::Fleet(options) => Ok(systems::fleet::run(&options, out)?),
         Benchmark::Router(options) => Ok(systems::router::run(&options, out)?),
+        Benchmark::Picker(options) => Ok(systems::picker::run(&options, out)?),
         Benchmark::Serve(options) => systems::serve::run(&options, out),
         Benchmark::Disconnect(options) => disconnect::run(&options, out),
         Benchmark::Report(options) => disconnect::report(&options, out),

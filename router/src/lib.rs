@@ -28,6 +28,7 @@
 //! | `state` | generations of the configuration, what they share, reload results, readiness |
 //! | `exchange` | one request: read, choose, prefill, decode, stream, resume |
 //! | `service` | paths, request context, responses |
+//! | `picker` | the endpoint picker: ext_proc streams of gateways, choices without legs |
 //! | `admin` | the admin listener, one file per path |
 //! | `process` | server, socket takeover, reload, discovery sources, health probes |
 //! | `simulate` | entry points for the fleet simulation and for fuzzing |
@@ -47,6 +48,7 @@ mod legs;
 mod message;
 mod metrics;
 mod observe;
+mod picker;
 mod process;
 mod protocol;
 mod routing;
@@ -62,6 +64,7 @@ pub use engines::http::TermsError;
 pub use observe::observers::ObserverError;
 pub use observe::snapshot;
 pub use observe::telemetry::TelemetryError;
+pub use process::picker_server::Picker;
 pub use process::reload::{ConfigFile, ReloadHandle};
 pub use process::server::{BindError, Router};
 pub use process::socket_takeover::InheritedListeners;

@@ -18,6 +18,7 @@ enum Kind {
     Kubernetes,
     Rules,
     Collector,
+    Envoy,
 }
 
 fn kind(path: &Path) -> Kind {
@@ -26,6 +27,9 @@ fn kind(path: &Path) -> Kind {
     let first = text.split("\n---\n").next().unwrap_or_default();
     let document = parsed(first, path);
     let has = |key: &str| !document[key].is_null();
+    if has("static_resources") {
+        return Kind::Envoy;
+    }
     match (has("models"), has("apiVersion") || has("kind"), has("groups"), has("receivers")) {
         (true, false, false, false) => Kind::Router,
         (false, true, false, false) => Kind::Kubernetes,
@@ -175,12 +179,14 @@ fn every_yaml_file_below_deploy_has_a_known_kind() {
         let expected = match file.strip_prefix(ours("deploy")).unwrap_or(&file) {
             path if path.starts_with("config")
                 || path.starts_with(ours("examples/router"))
+                || path.ends_with("picker.yaml")
                 || path.ends_with("router.yaml") && !path.starts_with("alerts") =>
             {
                 Kind::Router
             }
             path if path.starts_with("alerts") => Kind::Rules,
             path if path.starts_with("otel") => Kind::Collector,
+            path if path.ends_with("envoy.yaml") => Kind::Envoy,
             _ => Kind::Kubernetes,
         };
         assert_eq!(kind(&file), expected, "{}", file.display());

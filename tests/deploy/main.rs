@@ -12,6 +12,7 @@
 //! | `container` | the image's contents, built and run without a container engine |
 //! | `examples` | every router configuration of this repository, also those in pages, passes `baton check` |
 //! | `doctor` | `baton doctor --strict` passes for a router and engines with the example's configuration |
+//! | `envoy` | Envoy's configuration and the endpoint picker's agree |
 //! | `collector`, `traces` | the OpenTelemetry collector's configuration; one request's trace, from its client to both engines |
 //! | `files` | the test that reads each file: every file has one |
 //! | `vllm` | the overlay, the image and the pages of the connector for vLLM agree with its package |
@@ -24,6 +25,7 @@
 mod collector;
 mod container;
 mod doctor;
+mod envoy;
 mod examples;
 mod files;
 #[path = "../harness/mod.rs"]

@@ -56,6 +56,7 @@ const LAYERS: &[(&str, &[&str])] = &[
             "state",
             "exchange",
             "service",
+            "picker",
             "admin",
             "process",
             "simulate",

@@ -2,6 +2,7 @@
 
 pub mod compare;
 pub mod fleet;
+pub mod picker;
 pub mod router;
 pub mod serve;
 pub mod sim;

@@ -19,7 +19,8 @@ pub(crate) fn of(session: &Session, trusted: &[Cidr]) -> IpAddr {
     behind(session.client_addr().ip(), &session.req_header().headers, trusted)
 }
 
-fn behind(peer: IpAddr, headers: &HeaderMap, trusted: &[Cidr]) -> IpAddr {
+/// The address of a client whose request came over a connection from `peer`.
+pub(crate) fn behind(peer: IpAddr, headers: &HeaderMap, trusted: &[Cidr]) -> IpAddr {
     let mut client = peer.to_canonical();
     let is_trusted = |address: IpAddr| trusted.iter().any(|network| network.contains(address));
     if !is_trusted(client) {

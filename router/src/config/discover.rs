@@ -24,6 +24,9 @@ pub struct DiscoverConfig {
     /// The EndpointSlices of a Kubernetes service. Default: none.
     #[garde(dive)]
     pub kubernetes: Option<KubernetesConfig>,
+    /// The Pods of an InferencePool of the Gateway API inference extension. Default: none.
+    #[garde(dive)]
+    pub inference_pool: Option<InferencePoolConfig>,
     /// Keys of every discovered engine: those of a listed engine, except `url` and `control_url`. Labels and
     /// weights of a source take precedence.
     #[garde(dive)]
@@ -91,6 +94,32 @@ pub struct KubernetesConfig {
     /// The port's name in the service, or its number.
     #[garde(skip)]
     pub port: PortName,
+    /// Scheme of every engine: `http`, or `https` with `engine_tls`. Its certificate contains its address, or
+    /// the name in `engine_tls.server_name`. Default `http`.
+    #[serde(default)]
+    #[garde(skip)]
+    pub scheme: Scheme,
+    /// Kubeconfig of a router outside of the cluster. Default: the API and account of the router's pod.
+    #[serde(default)]
+    #[garde(skip)]
+    pub kubeconfig_file: Option<PathBuf>,
+}
+
+/// The Pods of an InferencePool (`inference.networking.k8s.io/v1`), watched. Every target port of a ready Pod is an
+/// engine, with the labels of its Pod, `pod` and `node`. Pods need the verbs `list` and `watch` on `inferencepools`
+/// and on `pods`.
+#[derive(
+    Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Deserialize, Serialize, JsonSchema, Validate,
+)]
+#[serde(deny_unknown_fields)]
+pub struct InferencePoolConfig {
+    /// Default: the namespace that the router itself runs in, or the kubeconfig's.
+    #[serde(default)]
+    #[garde(inner(length(bytes, min = 1, max = 253)))]
+    pub namespace: Option<String>,
+    /// The pool's name.
+    #[garde(length(bytes, min = 1, max = 253))]
+    pub name: String,
     /// Scheme of every engine: `http`, or `https` with `engine_tls`. Its certificate contains its address, or
     /// the name in `engine_tls.server_name`. Default `http`.
     #[serde(default)]
@@ -229,13 +258,17 @@ impl DiscoverConfig {
     pub(crate) fn finds_https(&self) -> bool {
         let dns = self.dns.as_ref().map(|dns| dns.scheme);
         let kubernetes = self.kubernetes.as_ref().map(|kubernetes| kubernetes.scheme);
-        [dns, kubernetes].contains(&Some(Scheme::Https))
+        let pool = self.inference_pool.as_ref().map(|pool| pool.scheme);
+        [dns, kubernetes, pool].contains(&Some(Scheme::Https))
     }
 
     /// Whether the part names a source.
     #[must_use]
     pub fn has_sources(&self) -> bool {
-        self.dns.is_some() || self.file.is_some() || self.kubernetes.is_some()
+        self.dns.is_some()
+            || self.file.is_some()
+            || self.kubernetes.is_some()
+            || self.inference_pool.is_some()
     }
 }
 

@@ -1,5 +1,7 @@
-//! TLS and cross-origin requests (CORS) of the client listener, TLS towards engines, and the admin listener.
+//! TLS and cross-origin requests (CORS) of the client listener, TLS towards engines, the admin listener, and the
+//! listeners of the endpoint picker.
 
+use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
@@ -7,7 +9,7 @@ use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::address;
+use super::{Priority, address};
 
 /// Every origin of pages.
 const ANY_ORIGIN: &str = "*";
@@ -135,6 +137,50 @@ impl AdminConfig {
     /// Whether a listener at this address serves other hosts without a token or a certificate.
     pub(crate) fn is_open(&self, listen: SocketAddr, certificates: bool) -> bool {
         !listen.ip().is_loopback() && self.token_file.is_none() && !certificates
+    }
+}
+
+/// The endpoint picker: a gateway such as Envoy asks it for an engine and forwards requests itself. Models,
+/// pools, policies, `limits`, `queue`, `health` and `admin` apply as to the router; `listen` has no effect.
+#[derive(Clone, Debug, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields, default)]
+pub struct PickerConfig {
+    /// Where gateways connect with ext_proc (gRPC): `IP:PORT` or `localhost:PORT`; port 0 picks a free one.
+    /// A gateway learns the addresses of engines, so let only gateways reach it. Default `127.0.0.1:9002`.
+    #[serde(deserialize_with = "address::deserialize")]
+    #[schemars(extend("format" = address::FORMAT))]
+    #[garde(skip)]
+    pub listen: SocketAddr,
+    /// Where probes ask for the gRPC health services `liveness` and `readiness`, without TLS. `listen` has
+    /// them too. Default `127.0.0.1:9003`.
+    #[serde(deserialize_with = "address::deserialize")]
+    #[schemars(extend("format" = address::FORMAT))]
+    #[garde(skip)]
+    pub health_listen: SocketAddr,
+    /// TLS for gateways, with HTTP/2 inside. Default: none.
+    #[garde(dive)]
+    pub tls: Option<ListenTlsConfig>,
+    /// Endpoints after the chosen one, for a gateway that tries the next when a connection fails. Envoy needs
+    /// the `override_host` policy for them: an `ORIGINAL_DST` cluster accepts one address only. 0 to 4;
+    /// default 0.
+    #[garde(range(max = 4))]
+    pub fallbacks: u8,
+    /// The priority of each value of `x-gateway-inference-objective`. Other values have the priority of
+    /// requests without one. At most 256. Default: none.
+    #[garde(length(max = 256))]
+    pub objectives: BTreeMap<String, Priority>,
+}
+
+impl Default for PickerConfig {
+    fn default() -> Self {
+        let loopback = |port| SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port);
+        Self {
+            listen: loopback(9002),
+            health_listen: loopback(9003),
+            tls: None,
+            fallbacks: 0,
+            objectives: BTreeMap::new(),
+        }
     }
 }
 

@@ -23,7 +23,8 @@ use serde::{Deserialize, Serialize};
 pub use address::{AddressError, Cidr, CidrError, listen_address};
 pub use caches::{KvEventsConfig, PrefixIndexConfig};
 pub use discover::{
-    DiscoverConfig, DnsConfig, EndpointsFileConfig, EngineTemplate, KubernetesConfig, PortName, Scheme,
+    DiscoverConfig, DnsConfig, EndpointsFileConfig, EngineTemplate, InferencePoolConfig, KubernetesConfig,
+    PortName, Scheme,
 };
 pub use engine::{EngineConfig, ReleaseMode};
 pub use error::{ConfigError, Problem, SourcePosition};
@@ -31,7 +32,7 @@ pub use health::{
     ActiveConfig, AllOut, BreakerConfig, HealthConfig, OutlierConfig, Ready, ReportedLoadConfig,
 };
 pub use limits::{LimitsConfig, Priority, PriorityWeights, QueueConfig};
-pub use listeners::{AdminConfig, ClientAuth, CorsConfig, EngineTlsConfig, ListenTlsConfig};
+pub use listeners::{AdminConfig, ClientAuth, CorsConfig, EngineTlsConfig, ListenTlsConfig, PickerConfig};
 pub use models::{
     CapacityConfig, DisaggregateConfig, Fallback, MessagesMode, ModelConfig, PoolConfig, ProtocolSetting,
 };
@@ -102,6 +103,10 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub admin: AdminConfig,
+    /// The listeners and rules of `baton picker`. `baton router` ignores it.
+    #[serde(default)]
+    #[garde(dive)]
+    pub picker: PickerConfig,
     /// The models and their engines. At least one.
     #[garde(length(min = 1, max = 1024), dive)]
     pub models: Vec<ModelConfig>,

@@ -10,7 +10,8 @@ use serde_json::{Value, json};
 use tokio::sync::Notify;
 
 use crate::config::{
-    DiscoverConfig, DnsConfig, EndpointsFileConfig, EngineUrl, KubernetesConfig, PortName, RouterConfig,
+    DiscoverConfig, DnsConfig, EndpointsFileConfig, EngineUrl, InferencePoolConfig, KubernetesConfig,
+    PortName, RouterConfig,
 };
 use crate::metrics::DiscoveryMetrics;
 
@@ -23,6 +24,7 @@ pub(crate) enum DiscoverySource {
     Dns(DnsConfig),
     File(EndpointsFileConfig),
     Kubernetes(KubernetesConfig),
+    InferencePool(InferencePoolConfig),
 }
 
 /// A discovered engine.
@@ -55,7 +57,8 @@ impl DiscoverySource {
         let dns = config.dns.clone().map(Self::Dns);
         let file = config.file.clone().map(Self::File);
         let kubernetes = config.kubernetes.clone().map(Self::Kubernetes);
-        dns.into_iter().chain(file).chain(kubernetes)
+        let pool = config.inference_pool.clone().map(Self::InferencePool);
+        dns.into_iter().chain(file).chain(kubernetes).chain(pool)
     }
 
     /// The distinct sources of all pools.
@@ -70,6 +73,10 @@ impl fmt::Display for DiscoverySource {
         match self {
             Self::Dns(config) => write!(f, "dns:{}:{}", config.host, config.port),
             Self::File(config) => write!(f, "file:{}", config.path.display()),
+            Self::InferencePool(config) => {
+                let namespace = config.namespace.as_deref().unwrap_or_default();
+                write!(f, "inference_pool:{namespace}/{}", config.name)
+            }
             Self::Kubernetes(config) => {
                 let namespace = config.namespace.as_deref().unwrap_or_default();
                 write!(f, "kubernetes:{namespace}/{}", config.service.as_deref().unwrap_or("*"))?;

@@ -23,6 +23,7 @@ mod transport;
 mod usage_option;
 mod verbs;
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -193,6 +194,11 @@ impl Engine {
     /// Schedules the engine's health checks.
     pub(crate) fn arm(&self) {
         self.health.arm(&self.health_terms());
+    }
+
+    /// An address of the engine, for a peer that connects to it itself; `None` while its name cannot be resolved.
+    pub(crate) async fn socket_addr(&self) -> Option<SocketAddr> {
+        self.connections.addresses.get().await.ok()?.first().copied()
     }
 
     pub(crate) fn health(&self) -> &Health {

@@ -305,7 +305,7 @@ pub(crate) async fn read_body(
 }
 
 /// Accepts a body that is declared as unencoded JSON, or not declared at all.
-fn is_json(headers: &HeaderMap) -> Result<(), ApiError> {
+pub(crate) fn is_json(headers: &HeaderMap) -> Result<(), ApiError> {
     let mut kinds = headers.get_all(CONTENT_TYPE).iter();
     let kind = |value: &HeaderValue| {
         let value = value.as_bytes();

@@ -14,6 +14,7 @@ pub(crate) mod log_limiter;
 pub(crate) mod log_span;
 mod observers;
 mod page;
+pub(crate) mod picker;
 mod process;
 mod registry;
 pub(crate) mod requests;
@@ -53,6 +54,7 @@ fn families() -> impl Iterator<Item = &'static Family> {
         process::FAMILIES,
         observers::FAMILIES,
         kv_events::FAMILIES,
+        picker::FAMILIES,
     ];
     parts.concat().into_iter()
 }
@@ -68,6 +70,7 @@ pub(crate) struct Metrics {
     pub tenants: Arc<tenants::TenantMetrics>,
     pub config: config::ConfigMetrics,
     pub observers: observers::ObserverMetrics,
+    pub picker: picker::PickerMetrics,
     pub routing: routing::RoutingMetrics,
 }
 
@@ -83,6 +86,7 @@ impl Metrics {
             tenants: Arc::new(tenants::TenantMetrics::new(&registry)),
             config: config::ConfigMetrics::new(&registry),
             observers: observers::ObserverMetrics::new(&registry),
+            picker: picker::PickerMetrics::new(&registry),
             routing: routing::RoutingMetrics::new(&registry),
             registry,
         }
@@ -108,7 +112,7 @@ impl Metrics {
         EngineMetrics::new(&self.registry, authority)
     }
 
-    /// Handles of a listener's certificates: `clients` or `admin`.
+    /// Handles of a listener's certificates: `clients`, `admin` or `picker`.
     pub(crate) fn listener_tls(&self, purpose: &'static str) -> tls::ListenerTlsMetrics {
         tls::ListenerTlsMetrics::new(&self.registry, purpose)
     }

@@ -8,7 +8,7 @@ use super::registry::{Counter, Gauge, Registry, families};
 
 families! {
     gauge EXPIRY("baton_router_certificate_expiry_seconds", ["use"]):
-        "Seconds until the router's certificate for `clients`, `admin` or `engines` expires. Negative: it has \
+        "Seconds until the router's certificate for `clients`, `admin`, `picker` or `engines` expires. Negative: it has \
          expired.";
     counter RELOADS("baton_router_certificate_reloads_total", ["use", "result"]):
         "Reloads of changed certificate files. After `failed` the old ones stay in effect.";

@@ -17,6 +17,7 @@
 
 mod dns;
 mod file;
+mod inference_pool;
 mod kubernetes;
 
 use std::collections::BTreeMap;
@@ -68,5 +69,6 @@ async fn follow(source: DiscoverySource, shared: Arc<Shared>) {
         DiscoverySource::Dns(config) => dns::follow(config, &dns::SystemResolver, report).await,
         DiscoverySource::File(config) => file::follow(config, report).await,
         DiscoverySource::Kubernetes(config) => kubernetes::follow(config, report).await,
+        DiscoverySource::InferencePool(config) => inference_pool::follow(config, report).await,
     }
 }

@@ -1,7 +1,8 @@
-//! The process around the requests: server, socket takeover, reload, discovery sources, health probes.
+//! The process around the requests: servers of router and picker, socket takeover, reload, discovery sources, health probes.
 
 pub(crate) mod discovery;
 pub(crate) mod health_probe;
+pub(crate) mod picker_server;
 pub(crate) mod reload;
 pub(crate) mod server;
 pub(crate) mod socket_takeover;

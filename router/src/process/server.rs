@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, watch};
-use tokio::task::JoinSet;
+use tokio::task::{AbortHandle, JoinSet};
 use tokio_util::either::Either;
 use tokio_util::sync::CancellationToken;
 
@@ -104,9 +104,9 @@ pub struct Router {
 
 /// TLS of both listeners.
 #[derive(Clone)]
-struct ServerTlsPair {
-    clients: Option<Arc<ServerTls>>,
-    admin: Option<Arc<ServerTls>>,
+pub(super) struct ServerTlsPair {
+    pub(super) clients: Option<Arc<ServerTls>>,
+    pub(super) admin: Option<Arc<ServerTls>>,
 }
 
 impl Router {
@@ -189,14 +189,7 @@ impl Router {
             );
             shared.fleet.adopt_order(url, order);
         }
-        let ready = AdminService::new(Arc::clone(&shared));
-        let mut background = JoinSet::new();
-        let admin = background.spawn(admin::serve(admin, tls.admin.clone(), Arc::new(ready)));
-        background.spawn(maintain(Arc::clone(&shared)));
-        background.spawn(health_probe::run(Arc::clone(&shared)));
-        background.spawn(reload_files(Arc::clone(&shared), tls.clone()));
-        background.spawn(discovery::run(Arc::clone(&shared)));
-        background.spawn(reopen_logs(Arc::clone(&shared)));
+        let (_background, admin) = spawn_background(&shared, admin, &tls);
         let service = Arc::new(ClientService(Arc::clone(&shared)));
         let (drain, draining) = watch::channel(false);
         let mut connections = JoinSet::new();
@@ -259,7 +252,24 @@ impl Router {
     }
 }
 
-async fn listen(
+/// Spawns the tasks that every process has, until the set is dropped. The handle ends the admin listener.
+pub(super) fn spawn_background(
+    shared: &Arc<Shared>,
+    admin: TcpListener,
+    tls: &ServerTlsPair,
+) -> (JoinSet<()>, AbortHandle) {
+    let service = AdminService::new(Arc::clone(shared));
+    let mut background = JoinSet::new();
+    let admin = background.spawn(admin::serve(admin, tls.admin.clone(), Arc::new(service)));
+    background.spawn(maintain(Arc::clone(shared)));
+    background.spawn(health_probe::run(Arc::clone(shared)));
+    background.spawn(reload_files(Arc::clone(shared), tls.clone()));
+    background.spawn(discovery::run(Arc::clone(shared)));
+    background.spawn(reopen_logs(Arc::clone(shared)));
+    (background, admin)
+}
+
+pub(super) async fn listen(
     key: &'static str,
     address: SocketAddr,
     inherited: std::io::Result<Option<TcpListener>>,

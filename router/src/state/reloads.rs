@@ -8,12 +8,15 @@ use serde_json::{Value, json};
 use crate::config::RouterConfig;
 
 /// Keys that take effect only at a restart, and their JSON pointers.
-const AT_A_RESTART: [(&str, &str); 5] = [
+const AT_A_RESTART: [(&str, &str); 8] = [
     ("listen", "/listen"),
     ("listen_tls", "/listen_tls"),
     ("admin.listen", "/admin/listen"),
     ("admin.tls", "/admin/tls"),
     ("limits.connections", "/limits/connections"),
+    ("picker.listen", "/picker/listen"),
+    ("picker.health_listen", "/picker/health_listen"),
+    ("picker.tls", "/picker/tls"),
 ];
 
 /// The results of reloads.

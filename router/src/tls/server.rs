@@ -29,20 +29,37 @@ use crate::metrics::tls::{HandshakeResult, ListenerTlsMetrics};
 /// The certificates of a listener. A connection uses those that are current when it begins.
 pub(crate) struct ServerTls {
     config: ListenTlsConfig,
+    /// The protocol inside, in the names of ALPN.
+    alpn: &'static [u8],
     files: TlsFiles<ServerConfig>,
     handshakes: Semaphore,
     metrics: ListenerTlsMetrics,
 }
 
 impl ServerTls {
+    /// For HTTP/1.1.
+    ///
     /// # Errors
     /// [`TlsError`] names the invalid file.
     pub(crate) fn new(config: &ListenTlsConfig, metrics: ListenerTlsMetrics) -> Result<Self, TlsError> {
+        Self::with_alpn(config, b"http/1.1", metrics)
+    }
+
+    /// For the protocol of this ALPN name.
+    ///
+    /// # Errors
+    /// [`TlsError`] names the invalid file.
+    pub(crate) fn with_alpn(
+        config: &ListenTlsConfig,
+        alpn: &'static [u8],
+        metrics: ListenerTlsMetrics,
+    ) -> Result<Self, TlsError> {
         let files: Vec<PathBuf> =
             [&config.certificate, &config.key].into_iter().chain(&config.client_ca).cloned().collect();
         let tls = Self {
             config: config.clone(),
-            files: TlsFiles::new(files, || load(config))?,
+            alpn,
+            files: TlsFiles::new(files, || load(config, alpn))?,
             handshakes: Semaphore::new(config.handshakes),
             metrics,
         };
@@ -86,7 +103,7 @@ impl ServerTls {
 
     /// Reads the files again if they have changed.
     pub(crate) fn refresh(&self) {
-        if let Some(read) = self.files.refresh(|| load(&self.config)) {
+        if let Some(read) = self.files.refresh(|| load(&self.config, self.alpn)) {
             self.metrics.files.count_reload(read.is_ok());
             match read {
                 Ok(()) => {
@@ -112,7 +129,7 @@ impl ServerTls {
     }
 }
 
-fn load(config: &ListenTlsConfig) -> Result<(Arc<ServerConfig>, u64), TlsError> {
+fn load(config: &ListenTlsConfig, alpn: &[u8]) -> Result<(Arc<ServerConfig>, u64), TlsError> {
     let (chain, not_after_s) = chain(&config.certificate)?;
     let key = key(&config.key)?;
     let builder = ServerConfig::builder_with_provider(provider())
@@ -131,7 +148,7 @@ fn load(config: &ListenTlsConfig) -> Result<(Arc<ServerConfig>, u64), TlsError> 
     };
     let pair = |source| TlsError::Pair { certificate: config.certificate.clone(), source };
     let mut server = builder.with_single_cert(chain, key).map_err(pair)?;
-    server.alpn_protocols = vec![b"http/1.1".to_vec()];
+    server.alpn_protocols = vec![alpn.to_vec()];
     // Tickets belong to this configuration, so that a client whose root was removed cannot resume a session.
     if let Ok(ticketer) = rustls::crypto::ring::Ticketer::new() {
         server.ticketer = ticketer;

@@ -5,4 +5,5 @@
 mod harness;
 mod input;
 mod operations;
+mod picker;
 mod requests;

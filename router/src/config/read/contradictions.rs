@@ -280,6 +280,7 @@ fn plain(pool: &PoolConfig, path: &str, found: &mut Vec<(String, String)>) {
         let sources = [
             ("dns", discover.dns.as_ref().map(|dns| dns.scheme)),
             ("kubernetes", discover.kubernetes.as_ref().map(|kubernetes| kubernetes.scheme)),
+            ("inference_pool", discover.inference_pool.as_ref().map(|pool| pool.scheme)),
         ];
         for (source, _) in sources.iter().filter(|(_, scheme)| *scheme == Some(Scheme::Https)) {
             let what = "`https` needs `engine_tls.ca`: the roots of the engines' certificates";
@@ -301,7 +302,10 @@ fn plain(pool: &PoolConfig, path: &str, found: &mut Vec<(String, String)>) {
 fn engines(pool: &PoolConfig, path: &str, found: &mut Vec<(String, String)>) {
     if let Some(discover) = &pool.discover {
         if !discover.has_sources() {
-            found.push((format!("{path}.discover"), "names no source: `dns`, `file` or `kubernetes`".into()));
+            found.push((
+                format!("{path}.discover"),
+                "names no source: `dns`, `file`, `kubernetes` or `inference_pool`".into(),
+            ));
         }
         if discover.kubernetes.as_ref().is_some_and(|k| k.service.is_none() && k.selector.is_empty()) {
             let what = "needs a `service` or a `selector`; else every slice of the namespace is taken";

@@ -76,7 +76,7 @@ pub(in crate::config) fn find(
     files: &mut Vec<NamedFile>,
 ) {
     // Operators choose the keys of these maps.
-    const FREE: [&str; 5] = ["labels", "select", "prefer", "selector", "resource"];
+    const FREE: [&str; 6] = ["labels", "select", "prefer", "selector", "resource", "objectives"];
     const TLS: [&str; 4] = ["certificate", "key", "ca", "client_ca"];
     const FOLLOWED: [&str; 2] = ["keys_file", "token_file"];
     match value {

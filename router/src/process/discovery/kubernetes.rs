@@ -11,6 +11,7 @@
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
+use std::path::Path;
 use std::time::Duration;
 
 use futures::StreamExt;
@@ -35,15 +36,7 @@ type SliceMap = BTreeMap<String, EndpointSlice>;
 
 /// Watches until it is dropped.
 pub(super) async fn follow(config: &KubernetesConfig, report: impl Fn(Result<Vec<Endpoint>, String>)) {
-    let mut pause = PAUSES[0];
-    let client = loop {
-        match client(config).await {
-            Ok(client) => break client,
-            Err(error) => report(Err(error)),
-        }
-        tokio::time::sleep(pause).await;
-        pause = (pause * 2).min(PAUSES[1]);
-    };
+    let client = connect(config.kubeconfig_file.as_deref(), &report).await;
     let api: Api<EndpointSlice> = match &config.namespace {
         Some(namespace) => Api::namespaced(client, namespace),
         None => Api::default_namespaced(client),
@@ -73,8 +66,24 @@ pub(super) async fn follow(config: &KubernetesConfig, report: impl Fn(Result<Vec
     }
 }
 
-async fn client(config: &KubernetesConfig) -> Result<Client, String> {
-    let reached = match &config.kubeconfig_file {
+/// A client of the API, from a kubeconfig or from the Pod's account. It is tried until it succeeds.
+pub(super) async fn connect(
+    kubeconfig: Option<&Path>,
+    report: &impl Fn(Result<Vec<Endpoint>, String>),
+) -> Client {
+    let mut pause = PAUSES[0];
+    loop {
+        match client(kubeconfig).await {
+            Ok(client) => return client,
+            Err(error) => report(Err(error)),
+        }
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(PAUSES[1]);
+    }
+}
+
+async fn client(kubeconfig: Option<&Path>) -> Result<Client, String> {
+    let reached = match kubeconfig {
         Some(path) => {
             let read = kube::config::Kubeconfig::read_from(path).map_err(|error| error.to_string())?;
             let made = Config::from_custom_kubeconfig(read, &Default::default()).await;

@@ -24,13 +24,13 @@ use crate::harness::system::{TestRouter, await_requests};
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A root certificate and a folder with the certificates that it signed.
-struct Authority {
+pub(crate) struct Authority {
     issuer: CertifiedIssuer<'static, KeyPair>,
     dir: TempDir,
 }
 
 /// A certificate and its key, as PEM.
-struct PemPair {
+pub(crate) struct PemPair {
     certificate: String,
     key: String,
 }
@@ -40,7 +40,7 @@ fn provider() -> Arc<rustls::crypto::CryptoProvider> {
 }
 
 impl Authority {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let mut params = CertificateParams::new(Vec::<String>::new()).unwrap();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         let issuer = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
@@ -49,7 +49,7 @@ impl Authority {
         Self { issuer, dir }
     }
 
-    fn signs(&self, names: &[&str], uri: Option<&str>) -> PemPair {
+    pub(crate) fn signs(&self, names: &[&str], uri: Option<&str>) -> PemPair {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         let mut params = CertificateParams::new(names).unwrap();
         params.subject_alt_names.extend(uri.map(|uri| SanType::URI(uri.try_into().unwrap())));
@@ -63,7 +63,7 @@ impl Authority {
     }
 
     /// Replaces the configured files of a pair, each atomically.
-    fn install(&self, name: &str, pair: &PemPair) {
+    pub(crate) fn install(&self, name: &str, pair: &PemPair) {
         for (end, text) in [("key", &pair.key), ("pem", &pair.certificate)] {
             std::fs::write(self.path("new"), text).unwrap();
             std::fs::rename(self.path("new"), self.path(&format!("{name}.{end}"))).unwrap();
@@ -71,12 +71,12 @@ impl Authority {
     }
 
     /// The files of a pair, as YAML.
-    fn files(&self, name: &str) -> String {
+    pub(crate) fn files(&self, name: &str) -> String {
         let (pem, key) = (self.path(&format!("{name}.pem")), self.path(&format!("{name}.key")));
         format!("certificate: '{}', key: '{}'", pem.display(), key.display())
     }
 
-    fn connector(&self, own: Option<&PemPair>) -> TlsConnector {
+    pub(crate) fn connector(&self, own: Option<&PemPair>) -> TlsConnector {
         use rustls::pki_types::pem::PemObject;
         let mut roots = RootCertStore::empty();
         roots.add(CertificateDer::from_pem_slice(self.issuer.pem().as_bytes()).unwrap()).unwrap();

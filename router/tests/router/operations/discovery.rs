@@ -1,5 +1,6 @@
 //! Engines that are discovered: by DNS name, by a file, by a simulated Kubernetes API.
 
+use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::os::unix::fs::symlink;
@@ -209,14 +210,15 @@ async fn discovered_engines_have_the_templates_settings() {
     assert_eq!(engines["engines"][0]["pools"][0]["weight"], 7, "{engines}");
 }
 
-/// The parts of the Kubernetes API that a watcher of EndpointSlices uses.
+/// The parts of the Kubernetes API that a watcher uses.
 #[derive(Clone, Default)]
-struct FakeKubernetes(Arc<Mutex<FakeKubernetesState>>);
+pub(crate) struct FakeKubernetes(Arc<Mutex<FakeKubernetesState>>);
 
 #[derive(Default)]
 struct FakeKubernetesState {
-    slices: Vec<Value>,
-    watches: Vec<mpsc::Sender<Option<Value>>>,
+    /// By the plural name of the kind.
+    objects: BTreeMap<&'static str, Vec<Value>>,
+    watches: Vec<(String, mpsc::Sender<Option<Value>>)>,
     requests: Vec<String>,
 }
 
@@ -251,7 +253,7 @@ fn slice(name: &str, engines: &[(&FakeEngine, Value)]) -> Value {
 }
 
 impl FakeKubernetes {
-    async fn start(&self) -> (SocketAddr, JoinHandle<()>) {
+    pub(crate) async fn start(&self) -> (SocketAddr, JoinHandle<()>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let (address, api) = (listener.local_addr().unwrap(), self.clone());
         let serving = tokio::spawn(async move {
@@ -278,12 +280,16 @@ impl FakeKubernetes {
         state.requests.push(uri);
         let body = if watches {
             let (sender, receiver) = mpsc::channel(16);
-            state.watches.push(sender);
+            let uri = state.requests.last().cloned().unwrap_or_default();
+            state.watches.push((uri, sender));
             WatchBody(receiver).boxed()
         } else {
+            let path = request.uri().path();
+            let (version, kind, plural) = KINDS.into_iter().find(|kind| path.ends_with(kind.2)).unwrap();
+            let items = state.objects.get(plural).cloned().unwrap_or_default();
             let list = json!({
-                "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSliceList",
-                "metadata": {"resourceVersion": "7"}, "items": state.slices,
+                "apiVersion": version, "kind": format!("{kind}List"),
+                "metadata": {"resourceVersion": "7"}, "items": items,
             });
             Full::new(Bytes::from(list.to_string())).map_err(|never| match never {}).boxed()
         };
@@ -293,17 +299,48 @@ impl FakeKubernetes {
     }
 
     fn set(&self, slices: Vec<Value>) {
-        self.0.lock().unwrap().slices = slices;
+        self.set_objects("endpointslices", slices);
+    }
+
+    pub(crate) fn set_objects(&self, plural: &'static str, objects: Vec<Value>) {
+        self.0.lock().unwrap().objects.insert(plural, objects);
     }
 
     /// Sends an event to every watch; `None` breaks their connections.
     fn send(&self, event: Option<&Value>) {
-        self.0.lock().unwrap().watches.retain(|watch| watch.try_send(event.cloned()).is_ok());
+        self.send_to("", event);
+    }
+
+    /// Sends an event to the watches whose address contains `part`.
+    pub(crate) fn send_to(&self, part: &str, event: Option<&Value>) {
+        let mut state = self.0.lock().unwrap();
+        state.watches.retain(|(uri, watch)| !uri.contains(part) || watch.try_send(event.cloned()).is_ok());
     }
 
     async fn watched(&self) {
-        crate::harness::engine::eventually("a watch", || !self.0.lock().unwrap().watches.is_empty()).await;
+        self.watched_at("").await;
     }
+
+    /// Waits for a watch whose address contains `part`.
+    pub(crate) async fn watched_at(&self, part: &str) {
+        let has_one = || self.0.lock().unwrap().watches.iter().any(|(uri, _)| uri.contains(part));
+        crate::harness::engine::eventually("a watch", has_one).await;
+    }
+}
+
+/// Version, kind and plural name of the objects.
+const KINDS: [(&str, &str, &str); 3] = [
+    ("discovery.k8s.io/v1", "EndpointSlice", "endpointslices"),
+    ("inference.networking.k8s.io/v1", "InferencePool", "inferencepools"),
+    ("v1", "Pod", "pods"),
+];
+
+/// A kubeconfig for this API.
+pub(crate) fn kubeconfig(address: SocketAddr) -> String {
+    format!(
+        "apiVersion: v1\nkind: Config\ncurrent-context: x\nclusters: [{{name: c, cluster: {{server: 'http://{address}'}}}}]\n\
+         users: [{{name: u, user: {{token: t}}}}]\ncontexts: [{{name: x, context: {{cluster: c, user: u, namespace: other}}}}]\n"
+    )
 }
 
 #[tokio::test]
@@ -314,11 +351,7 @@ async fn the_endpoint_slices_of_a_service_are_watched_through_410_and_broken_wat
     let (address, serving) = api.start().await;
     let folder = tempfile::tempdir().unwrap();
     let kubeconfig = folder.path().join("kubeconfig");
-    let text = format!(
-        "apiVersion: v1\nkind: Config\ncurrent-context: x\nclusters: [{{name: c, cluster: {{server: 'http://{address}'}}}}]\n\
-         users: [{{name: u, user: {{token: t}}}}]\ncontexts: [{{name: x, context: {{cluster: c, user: u, namespace: other}}}}]\n"
-    );
-    std::fs::write(&kubeconfig, text).unwrap();
+    std::fs::write(&kubeconfig, self::kubeconfig(address)).unwrap();
     let system = TestRouter::of(&yaml(&format!(
         "{{policy: round_robin, discover: {{kubernetes: {{namespace: serving, service: decode, selector: {{team: x}}, port: http, \
          kubeconfig_file: '{}'}}}}}}",

@@ -1,0 +1,8 @@
+//! Tests of the endpoint picker by a gateway that plays ext_proc messages in any order.
+
+pub(crate) mod bounds;
+pub(crate) mod choices;
+pub(crate) mod gateway;
+pub(crate) mod inference_pool;
+pub(crate) mod releases;
+pub(crate) mod tls;
