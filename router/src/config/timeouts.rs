@@ -55,7 +55,7 @@ pub struct TimeoutsConfig {
     pub stream_silence_ms: u64,
     /// A streamed response that sends nothing for this time, from its request on, gets an SSE comment (`: ka`), so that
     /// proxies and clients keep the connection. The first one also sends status 200: a later error is an event of the
-    /// stream, and clients do not retry it. See docs/how-to/long-silences.md. 0 (no comments) to 3,600,000, at least
+    /// stream, and clients do not retry it. See docs/how-to/fleets/long-silences.md. 0 (no comments) to 3,600,000, at least
     /// 100; default 0.
     #[garde(range(max = 3_600_000))]
     pub sse_keepalive_ms: u64,
