@@ -50,7 +50,6 @@ mod metrics;
 mod observe;
 mod picker;
 mod process;
-mod protocol;
 mod routing;
 mod service;
 mod simulate;

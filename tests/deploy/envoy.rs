@@ -1,5 +1,5 @@
 //! Envoy's configuration and that of the picker beside it agree, and no client chooses an address.
-//! `tests/peers/envoy.sh` runs both with a real Envoy.
+//! `tests/peers/envoy/run.sh` runs both with a real Envoy.
 
 use std::collections::BTreeMap;
 

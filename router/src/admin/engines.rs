@@ -14,8 +14,8 @@ use super::AdminResponse;
 use crate::engines::fleet::OrdersTransferredError;
 use crate::engines::health::OperatorOrder;
 use crate::engines::http::Engine;
+use crate::engines::protocol::Verb;
 use crate::metrics::Leg;
-use crate::protocol::Verb;
 use crate::state::generation::Generation;
 use crate::state::shared::Shared;
 

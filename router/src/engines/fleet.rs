@@ -198,7 +198,7 @@ mod tests {
     use crate::engines::health::{FailureKind, Standing, state};
     use crate::engines::http::TrialRule;
     use crate::engines::probe::ProbeResult;
-    use crate::engines::protocol::ProtocolTerms;
+    use crate::engines::protocol::learned::ProtocolTerms;
     use crate::metrics::Leg;
 
     fn terms() -> ConnectionTerms {

@@ -38,11 +38,11 @@ use crate::engines::health::{self, FailureKind, Health, HealthState, HealthTimer
 use crate::engines::listeners::CapacityNotify;
 use crate::engines::prefill_times::PrefillTimes;
 use crate::engines::probe::SharedProbe;
-use crate::engines::protocol::LearnedProtocol;
+use crate::engines::protocol::learned::LearnedProtocol;
+use crate::engines::protocol::{Bootstrap, Protocol, ProtocolKind};
 use crate::engines::redact::AddressRedactor;
 use crate::metrics::log_limiter::EngineLogLimiters;
 use crate::metrics::{EngineMetrics, Leg};
-use crate::protocol::{Bootstrap, Protocol, ProtocolKind};
 use activity::EngineActivity;
 pub(crate) use addresses::Addresses;
 use connection::IdleConnections;
@@ -74,7 +74,6 @@ pub(crate) struct Engine {
     /// The addresses of all engines.
     redactor: Arc<AddressRedactor>,
     verbs: VerbSupport,
-    protocol: LearnedProtocol,
     /// Whether the engine takes a stream's usage option.
     pub usage_option: UsageOption,
     /// The engine's list at `/v1/models`.
@@ -94,6 +93,8 @@ struct EngineAddress {
 
 /// How connections to an engine are made, and the idle ones.
 struct Connections {
+    /// The protocol of the process at the other end.
+    protocol: LearnedProtocol,
     addresses: Addresses,
     terms: ArcSwap<ConnectionTerms>,
     idle: IdleConnections,
@@ -159,6 +160,7 @@ impl Engine {
         let control = terms.control.as_ref().map(|control| Arc::new(ControlAddress::new(&control.url)));
         Self {
             connections: Connections {
+                protocol: LearnedProtocol::default(),
                 addresses: Addresses::new(url.host(), url.port()),
                 terms: ArcSwap::from_pointee(terms),
                 idle: IdleConnections::default(),
@@ -172,7 +174,6 @@ impl Engine {
             known_caches,
             redactor,
             verbs: VerbSupport::default(),
-            protocol: LearnedProtocol::default(),
             usage_option: UsageOption::default(),
             model_cards: ModelCards::default(),
             metrics,
@@ -231,7 +232,7 @@ impl Engine {
 
     /// The protocol of its legs, if it is configured or learned.
     pub(crate) fn known_protocol(&self) -> Option<ProtocolKind> {
-        self.protocol.kind(&self.connections.terms.load().protocol)
+        self.connections.protocol.kind(&self.connections.terms.load().protocol)
     }
 
     /// The protocol of its legs; vLLM's while it is not known.
@@ -241,7 +242,7 @@ impl Engine {
 
     /// What its replies have shown of its process.
     pub(crate) fn learned_protocol(&self) -> &LearnedProtocol {
-        &self.protocol
+        &self.connections.protocol
     }
 
     /// A new meeting place at this prefill engine, with one room per prompt.
@@ -250,7 +251,7 @@ impl Engine {
         let terms = &terms.protocol;
         let host =
             terms.bootstrap_host.clone().unwrap_or_else(|| self.address.url.bracketed_host().to_owned());
-        Bootstrap::new(host, self.protocol.bootstrap_port(terms), prompts, rank, terms.ranks)
+        Bootstrap::new(host, self.connections.protocol.bootstrap_port(terms), prompts, rank, terms.ranks)
     }
 
     /// Records that the engine sent a response head or refused a request of a leg, `after` this time.
@@ -272,7 +273,7 @@ impl Engine {
         if kind == FailureKind::Unreachable {
             // The next process at this address may be another version, or another kind of engine.
             self.verbs.forget_missing();
-            self.protocol.forget();
+            self.connections.protocol.forget();
         }
         self.health.failed(leg, kind, &self.address.authority, &self.connections.terms.load().health);
         self.changed();

@@ -1,163 +1,159 @@
-//! The protocol of an engine: configured, or learned from its `/server_info`.
+//! Protocols of engines: what each leg of a request is sent, and the commands that end its work.
+//!
+//! The exchange (`connector/src/machines/exchange.rs`) decides which engine is due an abort or a release in which phase.
+//! A protocol decides how: the order of the legs, their bodies, the commands, and the paths of probes. Both are pure.
+//!
+//! | protocol | order | handoff | abort | release |
+//! |---|---|---|---|---|
+//! | [`vllm`] | prefill first | `kv_transfer_params` of P's reply | `POST /abort_requests` | `POST /kv/release` |
+//! | [`vllm_push`] | both legs at once | P's identity, the same request id | as [`vllm`] | as [`vllm`], before D has the request |
+//! | [`sglang`] | both legs at once | `bootstrap_*` in both bodies | `POST /abort_request` by `rid` | none: no lease |
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+pub(crate) mod learned;
+mod sglang;
+mod vllm;
+mod vllm_push;
 
-use crate::config::{EngineConfig, ProtocolSetting};
-use crate::protocol::{ProtocolKind, PushIdentity, ServerInfo};
+use std::fmt;
+use std::time::Duration;
 
-/// Time after a failed query until the next one.
-const RETRY_INTERVAL: Duration = Duration::from_secs(5);
+use baton_connector::exchange::SettlementCause;
+use baton_connector::{Handle, RequestId};
+use baton_openai::{ApiError, RawBody};
+use bytes::Bytes;
 
-/// How an engine is configured.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct ProtocolTerms {
-    pub setting: ProtocolSetting,
-    /// The host of the bootstrap server as other engines reach it, if it is not the engine's own.
-    pub bootstrap_host: Option<String>,
-    pub bootstrap_port: Option<u16>,
-    /// Data-parallel ranks.
-    pub ranks: u16,
+use crate::config::ProtocolSetting;
+use crate::message::path::Dialect;
+use crate::message::payload::Payload;
+use crate::message::rewrite::{ModelName, RouterFields};
+use crate::metrics::Leg;
+pub(crate) use sglang::{Bootstrap, ServerInfo};
+pub(crate) use vllm_push::{PushIdentity, VllmPush};
+
+/// The paths of all commands.
+pub(crate) const COMMAND_PATHS: [&str; 3] = ["/abort_requests", "/kv/release", "/abort_request"];
+
+/// The order of the legs of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LegOrder {
+    /// The decode leg needs the prefill engine's reply.
+    PrefillFirst,
+    /// The engines exchange the blocks by themselves, and each leg waits for the other one.
+    Concurrent,
 }
 
-impl ProtocolTerms {
-    pub(crate) fn new(setting: ProtocolSetting, engine: &EngineConfig) -> Self {
-        Self {
-            setting,
-            bootstrap_host: engine.bootstrap_host.clone(),
-            bootstrap_port: engine.bootstrap_port,
-            ranks: engine.data_parallel_size,
+/// What a command does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Verb {
+    /// Ends one leg of a request.
+    Abort,
+    /// Ends a lease.
+    Release,
+}
+
+/// A command that ends work or a lease on an engine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Command {
+    pub path: &'static str,
+    pub body: Bytes,
+}
+
+/// A request as its legs need it.
+#[derive(Clone, Copy)]
+pub(crate) struct LegInput<'a> {
+    pub dialect: Dialect,
+    /// The client's body without internal fields.
+    pub body: &'a RawBody,
+    /// The fields that the router adds for the request's owner.
+    pub fields: &'a RouterFields,
+    pub model: &'a ModelName,
+    /// The id under which engines know the request.
+    pub request: &'a RequestId,
+    /// How many prompts the body has.
+    pub prompts: usize,
+}
+
+/// What connects the decode leg with its prefill leg.
+#[derive(Clone, Copy)]
+pub(crate) enum Link<'a> {
+    /// The decode engine computes the prompt.
+    None,
+    /// The transfer parameters of the prefill engine's reply, as JSON.
+    Handoff(&'a str),
+    /// The place where the two engines meet.
+    Bootstrap(&'a Bootstrap),
+}
+
+/// One protocol.
+pub(crate) trait Protocol: Send + Sync + fmt::Debug {
+    /// The order of the legs.
+    fn order(&self) -> LegOrder;
+
+    /// Checks whether the legs can serve a request.
+    ///
+    /// # Errors
+    /// The client's error for a request that the protocol cannot carry.
+    fn check(&self, leg: &LegInput<'_>) -> Result<(), ApiError>;
+
+    /// Whether the prefill engine writes the blocks, and only the end of its write frees the decode engine's blocks. Then
+    /// a prefill whose decode engine may hold blocks runs to its end, whatever happens to the request.
+    fn write_frees_decode(&self) -> bool {
+        false
+    }
+
+    /// The body of the prefill leg.
+    fn prefill_body(&self, leg: &LegInput<'_>, link: Link<'_>) -> Payload;
+
+    /// The body of the decode leg.
+    fn decode_body(&self, leg: &LegInput<'_>, link: Link<'_>) -> Payload;
+
+    /// The command that aborts one leg.
+    fn abort(&self, request: &RequestId, leg: Leg) -> Command;
+
+    /// The pauses before an abort is repeated, for engines that confirm every abort and know a request only some time
+    /// after its body has arrived.
+    fn abort_repeats(&self) -> &'static [Duration] {
+        &[]
+    }
+
+    /// Whether the body of a successful answer confirms a command.
+    fn confirms(&self, verb: Verb, body: &[u8]) -> bool;
+
+    /// The command that releases a lease; `None` if the protocol has no leases.
+    fn release(&self, handle: Handle, cause: SettlementCause) -> Option<Command>;
+
+    /// The command that releases the lease of a request whose handle is not known; `None` as above.
+    fn release_by_request(&self, request: &RequestId, cause: SettlementCause) -> Option<Command>;
+
+    /// The path of liveness probes and health checks.
+    fn health_path(&self) -> &'static str;
+
+    /// The path of an engine's load.
+    fn load_path(&self) -> &'static str;
+}
+
+/// The protocols by name.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum ProtocolKind {
+    #[default]
+    Vllm,
+    Sglang,
+}
+
+impl ProtocolKind {
+    /// The configured protocol; `None` if it is learned from the engine.
+    pub(crate) fn configured(setting: ProtocolSetting) -> Option<Self> {
+        match setting {
+            ProtocolSetting::Auto => None,
+            ProtocolSetting::Vllm => Some(Self::Vllm),
+            ProtocolSetting::Sglang => Some(Self::Sglang),
         }
     }
-}
 
-/// What an engine's `/server_info` showed, until another process may answer at its address.
-#[derive(Debug, Default)]
-pub(crate) struct LearnedProtocol {
-    state: Mutex<Learned>,
-    /// Where decode engines register with a pushing prefill engine, by data-parallel rank.
-    identities: Mutex<HashMap<Option<u16>, Arc<PushIdentity>>>,
-    /// Held by the task that queries.
-    pub(crate) query_lock: tokio::sync::Mutex<()>,
-}
-
-#[derive(Clone, Copy, Debug, Default)]
-struct Learned {
-    kind: Option<ProtocolKind>,
-    bootstrap_port: Option<u16>,
-    failed_at: Option<Instant>,
-}
-
-/// Most data-parallel ranks whose identities are kept.
-const IDENTITIES_MAX: usize = 256;
-
-impl LearnedProtocol {
-    /// The protocol under these terms; `None` if it is not known yet.
-    pub(crate) fn kind(&self, terms: &ProtocolTerms) -> Option<ProtocolKind> {
-        ProtocolKind::configured(terms.setting).or_else(|| self.state().kind)
-    }
-
-    /// The port of the bootstrap server, if it is known.
-    pub(crate) fn bootstrap_port(&self, terms: &ProtocolTerms) -> Option<u16> {
-        terms.bootstrap_port.or_else(|| self.state().bootstrap_port)
-    }
-
-    /// Whether `/server_info` has to be queried.
-    pub(crate) fn is_query_due(&self, terms: &ProtocolTerms, now: Instant) -> bool {
-        let learned = *self.state();
-        let wanted = match terms.setting {
-            ProtocolSetting::Auto => true,
-            ProtocolSetting::Sglang => terms.bootstrap_port.is_none(),
-            ProtocolSetting::Vllm => false,
-        };
-        let failed = learned.failed_at.is_some_and(|at| now.saturating_duration_since(at) < RETRY_INTERVAL);
-        wanted && learned.kind.is_none() && !failed
-    }
-
-    /// Records an answer: `None` for an engine without SGLang's `/server_info`.
-    pub(crate) fn learn(&self, info: Option<ServerInfo>) {
-        *self.state() = Learned {
-            kind: Some(if info.is_some() { ProtocolKind::Sglang } else { ProtocolKind::Vllm }),
-            bootstrap_port: info.and_then(|info| info.bootstrap_port),
-            failed_at: None,
-        };
-    }
-
-    /// Records that there was no answer.
-    pub(crate) fn failed(&self, now: Instant) {
-        self.state().failed_at = Some(now);
-    }
-
-    /// The identity of a pushing engine's rank.
-    pub(crate) fn identity(&self, rank: Option<u16>) -> Option<Arc<PushIdentity>> {
-        self.identities().get(&rank).cloned()
-    }
-
-    /// Records the identity in a reply.
-    pub(crate) fn set_identity(&self, rank: Option<u16>, identity: PushIdentity) {
-        let mut identities = self.identities();
-        if identities.get(&rank).is_none_or(|known| **known != identity)
-            && (identities.len() < IDENTITIES_MAX || identities.contains_key(&rank))
-        {
-            identities.insert(rank, Arc::new(identity));
+    pub(crate) fn protocol(self) -> &'static dyn Protocol {
+        match self {
+            Self::Vllm => &vllm::Vllm,
+            Self::Sglang => &sglang::Sglang,
         }
-    }
-
-    /// Forgets the identity of a rank: its process may have been replaced.
-    pub(crate) fn forget_identity(&self, rank: Option<u16>) {
-        self.identities().remove(&rank);
-    }
-
-    /// Forgets everything: another process may answer at the engine's address.
-    pub(crate) fn forget(&self) {
-        *self.state() = Learned::default();
-        self.identities().clear();
-    }
-
-    fn identities(&self) -> MutexGuard<'_, HashMap<Option<u16>, Arc<PushIdentity>>> {
-        self.identities.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn state(&self) -> MutexGuard<'_, Learned> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn terms(setting: ProtocolSetting, bootstrap_port: Option<u16>) -> ProtocolTerms {
-        ProtocolTerms { setting, bootstrap_port, ..ProtocolTerms::default() }
-    }
-
-    #[test]
-    fn an_engine_is_queried_only_for_what_the_configuration_leaves_open() {
-        let (now, learned) = (Instant::now(), LearnedProtocol::default());
-        let due = |setting, port| learned.is_query_due(&terms(setting, port), now);
-        assert!(due(ProtocolSetting::Auto, None) && due(ProtocolSetting::Sglang, None));
-        assert!(!due(ProtocolSetting::Sglang, Some(1)) && !due(ProtocolSetting::Vllm, None));
-        learned.failed(now);
-        assert!(!due(ProtocolSetting::Auto, None));
-        assert!(learned.is_query_due(&terms(ProtocolSetting::Auto, None), now + RETRY_INTERVAL));
-    }
-
-    #[test]
-    fn a_learned_protocol_lasts_until_another_process_may_answer() {
-        let learned = LearnedProtocol::default();
-        let auto = terms(ProtocolSetting::Auto, None);
-        assert_eq!(learned.kind(&auto), None);
-        learned.learn(Some(ServerInfo { bootstrap_port: Some(9_000) }));
-        assert_eq!(
-            (learned.kind(&auto), learned.bootstrap_port(&auto)),
-            (Some(ProtocolKind::Sglang), Some(9_000))
-        );
-        assert_eq!(learned.kind(&terms(ProtocolSetting::Vllm, None)), Some(ProtocolKind::Vllm));
-        assert_eq!(learned.bootstrap_port(&terms(ProtocolSetting::Auto, Some(7))), Some(7));
-        learned.forget();
-        assert_eq!((learned.kind(&auto), learned.bootstrap_port(&auto)), (None, None));
-        learned.learn(None);
-        assert_eq!(learned.kind(&auto), Some(ProtocolKind::Vllm));
     }
 }

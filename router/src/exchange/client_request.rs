@@ -25,6 +25,7 @@ use crate::client::session::{ClientGone, Session};
 use crate::config::Priority;
 use crate::engines::body_budget::BudgetShare;
 use crate::engines::caches::CachedPrefix;
+use crate::engines::protocol::LegInput;
 use crate::legs::request_error::RequestError;
 use crate::message::estimate::NonTextParts;
 use crate::message::features::{FeatureInput, Features, RoutingFeatures};
@@ -32,7 +33,6 @@ use crate::message::path::Dialect;
 use crate::message::rewrite::{ClientRules, RouterFields};
 use crate::message::sse::{StreamReadOptions, TokenCountRule};
 use crate::metrics::routing::DisaggregationReason;
-use crate::protocol::LegInput;
 use crate::routing::disaggregation::DisaggregationInputs;
 use crate::routing::models::Model;
 use crate::state::generation::Generation;
@@ -46,14 +46,9 @@ pub(crate) struct ClientRequest {
     pub model: Arc<Model>,
     /// The client's body without internal fields.
     pub body: RawBody,
-    /// How many prompts it has. One handoff is one sequence of blocks.
-    pub prompts: usize,
-    /// It has several choices.
-    pub has_choices: bool,
+    pub shape: LegShape,
     /// What the engines' replies are translated to.
     pub translation: Option<Translation>,
-    /// Why a decode engine computes the whole request, if it must.
-    pub decode_only: Option<DisaggregationReason>,
     /// Fields that the router sets because it knows the owner.
     pub owned: RouterFields,
     /// Estimated cost in tokens: the prompt's, and those that it may generate.
@@ -68,6 +63,15 @@ pub(crate) struct ClientRequest {
     owner: Option<u64>,
     /// The client's credentials: the only header that engines receive unchanged. The trace headers are checked first.
     pub authorization: Option<HeaderValue>,
+}
+
+/// Which legs a request can have. One handoff is one sequence of blocks.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct LegShape {
+    pub prompts: usize,
+    pub has_choices: bool,
+    /// Why a decode engine computes the whole request, if it must.
+    pub decode_only: Option<DisaggregationReason>,
 }
 
 /// The owner of a request, if authenticated.
@@ -153,10 +157,8 @@ impl ClientRequest {
             model,
             body,
             owned,
-            prompts: outline.prompts,
-            has_choices: outline.request.n > 1,
+            shape: LegShape { prompts: outline.prompts, has_choices: outline.request.n > 1, decode_only },
             translation: None,
-            decode_only,
             tokens,
             prompt_tokens,
             priority,
@@ -169,7 +171,7 @@ impl ClientRequest {
     /// Whether a prefill engine that writes the blocks can match both legs: by the router's id of the request, which names
     /// neither one of several choices nor a response.
     pub(crate) fn can_be_pushed(&self) -> bool {
-        !self.has_choices && self.dialect != Dialect::Responses
+        !self.shape.has_choices && self.dialect != Dialect::Responses
     }
 
     /// The properties of the request that a policy reads.
@@ -180,8 +182,8 @@ impl ClientRequest {
     /// The inputs of the disaggregation decision; `cached` is the part of the prompt that the decode engine has cached.
     pub(crate) fn disaggregation_inputs(&self, cached: CachedPrefix) -> DisaggregationInputs {
         DisaggregationInputs {
-            decode_only: self.decode_only.or_else(|| {
-                let pushes = self.model.pushes.load(Ordering::Relaxed);
+            decode_only: self.shape.decode_only.or_else(|| {
+                let pushes = self.model.handoff.pushes.load(Ordering::Relaxed);
                 (pushes && !self.can_be_pushed()).then_some(DisaggregationReason::PushUnmatched)
             }),
             ..DisaggregationInputs::new(&self.model, &self.routing_features(), cached)
@@ -196,7 +198,7 @@ impl ClientRequest {
             fields: &self.owned,
             model: &self.model.name_in_bodies,
             request,
-            prompts: self.prompts,
+            prompts: self.shape.prompts,
         }
     }
 

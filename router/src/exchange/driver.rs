@@ -27,6 +27,7 @@ use baton_connector::exchange::{
 use hyper::header::HeaderValue;
 
 use crate::engines::http::{Engine, EngineRequest};
+use crate::engines::protocol::{Protocol, ProtocolKind};
 use crate::exchange::client_request::ClientRequest;
 use crate::legs::request_error::RequestError;
 use crate::legs::settle::{LeaseRelease, SettlementContext};
@@ -36,7 +37,6 @@ use crate::message::trace_context::TraceContext;
 use crate::metrics::Leg;
 use crate::observe::in_flight::InFlightRequest;
 use crate::observe::progress::RequestProgress;
-use crate::protocol::{Protocol, ProtocolKind};
 use crate::routing::explain::Explanation;
 use crate::routing::models::Model;
 use crate::state::generation::Generation;

@@ -80,7 +80,7 @@ impl Transcript {
     /// return token ids.
     pub(crate) fn of(request: &mut ClientRequest) -> Option<Self> {
         let Dialect::OpenAi(endpoint) = request.dialect else { return None };
-        if !request.model.resume || request.prompts > 1 {
+        if !request.model.handoff.resume || request.shape.prompts > 1 {
             return None;
         }
         let mut transcript = Self::begin(endpoint, &request.model.name, &request.body)?;

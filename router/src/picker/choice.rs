@@ -130,7 +130,7 @@ impl PickRequest {
             Err(AdmissionError { cause: Unavailable::Full, error }) => return Err(error),
             Err(AdmissionError { cause: Unavailable::NoEngine, error }) => error,
         };
-        if wanted.model.fallback == Fallback::None {
+        if wanted.model.handoff.fallback == Fallback::None {
             return Err(error);
         }
         routing.count_disaggregation(DisaggregationReason::FellBack);

@@ -17,7 +17,7 @@ use crate::engines::fleet::Fleet;
 use crate::engines::health::HealthTerms;
 use crate::engines::http::{ConnectionTerms, EngineTerms};
 use crate::engines::pool_members::PoolMembers;
-use crate::engines::protocol::ProtocolTerms;
+use crate::engines::protocol::learned::ProtocolTerms;
 use crate::message::features::FeatureNeeds;
 use crate::message::rewrite::ModelName;
 use crate::metrics::{Leg, ModelMetrics};
@@ -33,12 +33,7 @@ pub(crate) struct Model {
     pub name_in_bodies: ModelName,
     pub prefill: Pool,
     pub decode: Pool,
-    pub fallback: Fallback,
-    pub early_handoff: bool,
-    /// A prefill engine has shown that it writes blocks to decode engines.
-    pub pushes: AtomicBool,
-    /// Another engine continues a stream whose decode engine fails.
-    pub resume: bool,
+    pub handoff: HandoffSettings,
     /// Time limits of its requests.
     pub bounds: RequestTimeouts,
     pub disaggregate: DisaggregateConfig,
@@ -50,12 +45,34 @@ pub(crate) struct Model {
     pub metrics: ModelMetrics,
 }
 
+/// How the legs of a model's requests depend on each other.
+pub(crate) struct HandoffSettings {
+    pub fallback: Fallback,
+    pub early_handoff: bool,
+    /// Another engine continues a stream whose decode engine fails.
+    pub resume: bool,
+    /// A prefill engine has shown that it writes blocks to decode engines.
+    pub pushes: AtomicBool,
+}
+
+impl HandoffSettings {
+    fn new(config: &ModelConfig, previous: Option<&Arc<Model>>) -> Self {
+        let pushes = previous.is_some_and(|previous| previous.handoff.pushes.load(Ordering::Relaxed));
+        Self {
+            fallback: config.fallback,
+            early_handoff: config.early_handoff,
+            resume: config.resume && config.fallback == Fallback::Aggregate,
+            pushes: AtomicBool::new(pushes),
+        }
+    }
+}
+
 /// How each engine ends leases, and its protocol.
-type SettlementTerms<'a> = HashMap<&'a EngineUrl, (ReleaseMode, ProtocolTerms)>;
+type EngineSettings<'a> = HashMap<&'a EngineUrl, (ReleaseMode, ProtocolTerms)>;
 
 /// An engine has one release mode and one protocol in all pools: those of its first prefill pool, because leases are
 /// opened there, or else those of its first decode pool. The configuration is refused if it lists contradictory ones.
-fn settlement_terms<'a>(config: &RouterConfig, members: &'a PoolMembers) -> SettlementTerms<'a> {
+fn engine_settings<'a>(config: &RouterConfig, members: &'a PoolMembers) -> EngineSettings<'a> {
     let mut terms = HashMap::new();
     for leg in [Leg::Prefill, Leg::Decode] {
         for model in &config.models {
@@ -84,7 +101,7 @@ impl Model {
         all: &RouterConfig,
         members: &PoolMembers,
         terms: &EngineTerms,
-        settlement: &SettlementTerms<'_>,
+        settlement: &EngineSettings<'_>,
         context: &BuildContext<'_>,
         previous: Option<&Arc<Self>>,
     ) -> Self {
@@ -125,10 +142,7 @@ impl Model {
             name_in_bodies: ModelName::new(&config.name),
             prefill: pool(Leg::Prefill, &config.prefill, by_policy),
             decode: pool(Leg::Decode, &config.decode, for_decode),
-            fallback: config.fallback,
-            early_handoff: config.early_handoff,
-            pushes: AtomicBool::new(previous.is_some_and(|previous| previous.pushes.load(Ordering::Relaxed))),
-            resume: config.resume && config.fallback == Fallback::Aggregate,
+            handoff: HandoffSettings::new(config, previous),
             bounds: all.timeouts.of(&config.timeouts),
             disaggregate: config.disaggregate.clone(),
             features: config.features.clone(),
@@ -162,7 +176,7 @@ impl Models {
         previous: Option<&Self>,
     ) -> Self {
         let (mut list, mut by_name) = (Vec::<Arc<Model>>::new(), HashMap::new());
-        let settlement = settlement_terms(config, members);
+        let settlement = engine_settings(config, members);
         let mut messages = HashMap::new();
         for model in &config.models {
             let served = Arc::new(Model::new(

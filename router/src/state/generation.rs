@@ -16,7 +16,7 @@ use crate::config::{ConfigError, ReleaseMode, RouterConfig};
 use crate::engines::fleet::Fleet;
 use crate::engines::http::{ApiKeys, ConnectionTerms, EngineTerms, TermsError};
 use crate::engines::pool_members::PoolMembers;
-use crate::engines::protocol::ProtocolTerms;
+use crate::engines::protocol::learned::ProtocolTerms;
 use crate::legs::settle::SettlementTerms;
 use crate::observe::observers::{ObserverError, Observers};
 use crate::routing::models::{BuildContext, Models};

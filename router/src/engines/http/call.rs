@@ -11,7 +11,7 @@ use super::{
     ReplyHead, head,
 };
 use crate::engines::health::FailureKind;
-use crate::protocol::ServerInfo;
+use crate::engines::protocol::ServerInfo;
 
 /// Limit of the retry on a new connection. An idle connection that breaks so soon after a request was sent on it
 /// had been closed before. One that breaks later lost the request.
@@ -26,25 +26,27 @@ impl Engine {
     pub(crate) async fn learn_protocol(self: &Arc<Self>) {
         let is_due = |engine: &Self| {
             let terms = engine.connections.terms.load();
-            engine.protocol.is_query_due(&terms.protocol, Instant::now())
+            engine.connections.protocol.is_query_due(&terms.protocol, Instant::now())
         };
         if !is_due(self) {
             return;
         }
         let query = async {
-            let _one_at_a_time = self.protocol.query_lock.lock().await;
+            let _one_at_a_time = self.connections.protocol.query_lock.lock().await;
             if !is_due(self) {
                 return;
             }
             // Until the reply arrives, so that a dropped query counts.
-            self.protocol.failed(Instant::now());
+            self.connections.protocol.failed(Instant::now());
             match self.server_info().await {
-                Some((status, body)) if status.is_success() => self.protocol.learn(ServerInfo::read(&body)),
+                Some((status, body)) if status.is_success() => {
+                    self.connections.protocol.learn(ServerInfo::read(&body))
+                }
                 Some((
                     StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_IMPLEMENTED,
                     _,
                 )) => {
-                    self.protocol.learn(None);
+                    self.connections.protocol.learn(None);
                 }
                 _ => {}
             }

@@ -14,7 +14,7 @@ use crate::config::read::first_line_of;
 use crate::config::{ConfigError, EngineConfig, EngineUrl, ReleaseMode, RouterConfig};
 use crate::engines::health;
 use crate::engines::pool_members::PoolMembers;
-use crate::engines::protocol::ProtocolTerms;
+use crate::engines::protocol::learned::ProtocolTerms;
 use crate::tls::TlsError;
 use crate::tls::client::{EngineTls, EngineTlsConnector};
 

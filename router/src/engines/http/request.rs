@@ -7,9 +7,9 @@ use bytes::Bytes;
 use hyper::Method;
 use hyper::header::HeaderValue;
 
+use crate::engines::protocol::COMMAND_PATHS;
 use crate::message::payload::Payload;
 use crate::message::trace_context::TraceParent;
-use crate::protocol::COMMAND_PATHS;
 
 /// A request. It is cheap to clone, so that it can be sent to another engine.
 #[derive(Clone, Debug)]

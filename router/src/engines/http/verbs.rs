@@ -18,7 +18,7 @@ use super::activity::EngineActivity;
 use super::connection::{IdleConnections, is_local_error};
 use super::{Addresses, CallError, Connection, ConnectionError, Engine, EngineRequest, Reply, head};
 use crate::config::EngineUrl;
-use crate::protocol::Verb;
+use crate::engines::protocol::Verb;
 
 /// Time for which an engine gets no request for a missing verb. Each check costs one settlement a useless request.
 const RECHECK_INTERVAL: Duration = Duration::from_secs(60);

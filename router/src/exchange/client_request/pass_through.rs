@@ -11,7 +11,7 @@ use baton_openai::{
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, HeaderMap};
 
-use super::{ClientRequest, RequestOwner, priority};
+use super::{ClientRequest, LegShape, RequestOwner, priority};
 use crate::message::estimate::NonTextParts;
 use crate::message::features::Features;
 use crate::message::path::Dialect;
@@ -61,9 +61,7 @@ impl ClientRequest {
         Ok(Self {
             dialect: Dialect::Passthrough(path),
             model,
-            prompts: 1,
-            has_choices: false,
-            decode_only: None,
+            shape: LegShape { prompts: 1, ..LegShape::default() },
             translation: None,
             owned,
             tokens,

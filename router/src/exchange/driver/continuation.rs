@@ -12,6 +12,7 @@ use super::decode::{DecodeOutcome, DecodeRequest, DecodeResponse, HandoffAfterEr
 use crate::client::disconnect::race;
 use crate::client::session::{ClientGone, Session};
 use crate::engines::http::{Engine, EngineRequest};
+use crate::engines::protocol::Link;
 use crate::exchange::client_request::ClientRequest;
 use crate::legs::decode::PlainBody;
 use crate::legs::request_error::RequestError;
@@ -19,7 +20,6 @@ use crate::message::payload::Payload;
 use crate::message::request_id;
 use crate::metrics::log_span::request_span;
 use crate::metrics::{Leg, ResumeResult};
-use crate::protocol::Link;
 
 /// The request to another decode engine.
 pub(crate) enum Continuation {
@@ -32,7 +32,7 @@ pub(crate) enum Continuation {
 impl ExchangeDriver {
     /// Counts the result for a stream whose engine failed, if streams may be resumed.
     pub(crate) fn count_resume(&self, result: ResumeResult) {
-        if self.model.resume {
+        if self.model.handoff.resume {
             self.shared.metrics.resilience.count_resume(result);
         }
     }

@@ -12,6 +12,7 @@ use crate::client::disconnect::race;
 use crate::client::session::{ClientGone, Session};
 use crate::config::Fallback;
 use crate::engines::http::{Engine, EngineRequest, EngineRequestGuard, Reply};
+use crate::engines::protocol::{LegInput, Link};
 use crate::exchange::client_request::ClientRequest;
 use crate::legs::decode::{self, DecodeResult, PlainBody};
 use crate::legs::prefill::unless_failed;
@@ -19,7 +20,6 @@ use crate::legs::request_error::RequestError;
 use crate::legs::{ErrorClass, Refusal};
 use crate::message::request_id;
 use crate::metrics::Leg;
-use crate::protocol::{LegInput, Link};
 use crate::routing::pool::EngineReservation;
 
 /// A decode engine's response, and its attempt.
@@ -77,7 +77,7 @@ impl ExchangeDriver {
                 // The settlement of the first round uses the first id.
                 self.settlement.request = request_id::next_round(&self.settlement.request);
                 self.shared.metrics.legs.recomputes.increment(1);
-                let handoff = match request.model.fallback {
+                let handoff = match request.model.handoff.fallback {
                     Fallback::Aggregate if !self.prefill.failed_after_lease => {
                         self.apply(Event::PrefillSkipped);
                         None

@@ -15,6 +15,7 @@ use crate::admission::Unavailable;
 use crate::client::disconnect::race;
 use crate::client::session::{ClientGone, Session};
 use crate::engines::http::{Engine, EngineRequest, EngineRequestGuard, Reply};
+use crate::engines::protocol::{LegOrder, Link, PushIdentity, VllmPush};
 use crate::exchange::client_request::ClientRequest;
 use crate::legs::Refusal;
 use crate::legs::decode::{self, DecodeResult};
@@ -24,7 +25,6 @@ use crate::legs::request_error::RequestError;
 use crate::message::request_id;
 use crate::metrics::Leg;
 use crate::metrics::routing::DisaggregationReason;
-use crate::protocol::{LegOrder, Link, PushIdentity, VllmPush};
 use crate::routing::pool::EngineReservation;
 
 /// Wait for the prefill engine's own error after the decode engine's. Both engines fail together, so it is due at once.
@@ -94,7 +94,7 @@ impl ExchangeDriver {
         session: &mut Session,
         request: &ClientRequest,
     ) -> Result<bool, RequestError> {
-        if !request.model.pushes.load(Ordering::Relaxed) || !self.would_disaggregate(request) {
+        if !request.model.handoff.pushes.load(Ordering::Relaxed) || !self.would_disaggregate(request) {
             return Ok(false);
         }
         let Ok(selection) = self.select_prefill(session, request, &[]).await else {
@@ -114,7 +114,7 @@ impl ExchangeDriver {
     pub(super) fn learn_identity(&mut self, engine: &Engine, rank: Option<u16>, params: &str) {
         if let Some(identity) = PushIdentity::read(params) {
             engine.learned_protocol().set_identity(rank, identity);
-            self.model.pushes.store(true, Ordering::Relaxed);
+            self.model.handoff.pushes.store(true, Ordering::Relaxed);
             self.protocol = &VllmPush;
         }
     }
@@ -132,38 +132,8 @@ impl ExchangeDriver {
         let mut cause = SettlementCause::DecodeUnreachable;
         let attempts = self.generation.config.attempts.decode.max(self.generation.config.attempts.prefill);
         for number in 1..=u8::try_from(attempts).unwrap_or(u8::MAX) {
-            let decode = match self.selection.reserved.take() {
-                Some(reserved) => EngineSelection::Engine(reserved),
-                None => match self.select_decode(session, request, &failed.decode).await {
-                    // A decode engine also answers with an error if its prefill engine was restarted.
-                    Ok(EngineSelection::Unavailable(_)) if failed.has_answered => {
-                        failed.has_answered = false;
-                        self.select_decode(session, request, &[]).await
-                    }
-                    selection => selection,
-                }
-                .map_err(|ClientGone| self.cancel())?,
-            };
-            let decode = match decode {
-                EngineSelection::Engine(reserved) => reserved,
-                EngineSelection::Unavailable(_) => break,
-                EngineSelection::Busy(busy) => return Err(self.refuse_busy(busy)),
-            };
-            let prefill = match self.selection.reserved_prefill.take() {
-                Some(reserved) => EngineSelection::Engine(reserved),
-                None => match self.select_prefill(session, request, &failed.prefill).await {
-                    Ok(selection) => selection,
-                    Err(ClientGone) => return Err(self.cancel()),
-                },
-            };
-            let prefill = match prefill {
-                EngineSelection::Engine(reserved) => reserved,
-                EngineSelection::Unavailable(Unavailable::NoEngine) => break,
-                EngineSelection::Unavailable(Unavailable::Full) => {
-                    self.apply(Event::NotAdmitted);
-                    return Err(RequestError::Refused(Refusal::all_busy()));
-                }
-                EngineSelection::Busy(busy) => return Err(self.refuse_busy(busy)),
+            let Some([prefill, decode]) = self.select_pair(session, request, &mut failed).await? else {
+                break;
             };
             if !self.take_retry(session, Leg::Decode, usize::from(number) - 1).await? {
                 break;
@@ -210,8 +180,46 @@ impl ExchangeDriver {
         Err(RequestError::Refused(last))
     }
 
+    /// The engines of the next pair; `None` if no engine is left.
+    async fn select_pair(
+        &mut self,
+        session: &mut Session,
+        request: &ClientRequest,
+        failed: &mut FailedEngines,
+    ) -> Result<Option<[EngineReservation; 2]>, RequestError> {
+        let decode = match self.selection.reserved.take() {
+            Some(reserved) => Ok(EngineSelection::Engine(reserved)),
+            None => match self.select_decode(session, request, &failed.decode).await {
+                // A decode engine also answers with an error if its prefill engine was restarted.
+                Ok(EngineSelection::Unavailable(_)) if std::mem::take(&mut failed.has_answered) => {
+                    self.select_decode(session, request, &[]).await
+                }
+                selection => selection,
+            },
+        };
+        let decode = match decode.map_err(|ClientGone| self.cancel())? {
+            EngineSelection::Engine(reserved) => reserved,
+            EngineSelection::Unavailable(_) => return Ok(None),
+            EngineSelection::Busy(busy) => return Err(self.refuse_busy(busy)),
+        };
+        let prefill = match self.selection.reserved_prefill.take() {
+            Some(reserved) => Ok(EngineSelection::Engine(reserved)),
+            None => self.select_prefill(session, request, &failed.prefill).await,
+        };
+        match prefill.map_err(|ClientGone| self.cancel())? {
+            EngineSelection::Engine(prefill) => Ok(Some([prefill, decode])),
+            EngineSelection::Unavailable(Unavailable::NoEngine) => Ok(None),
+            EngineSelection::Unavailable(Unavailable::Full) => Err(self.refuse_busy(Refusal::all_busy().0)),
+            EngineSelection::Busy(busy) => Err(self.refuse_busy(busy)),
+        }
+    }
+
     fn refuse_busy(&mut self, busy: ApiError) -> RequestError {
-        self.apply(Event::NotAdmitted);
+        let is_first = self.exchange(|exchange| exchange.state()) == State::Choosing;
+        self.apply(match is_first {
+            true => Event::NotAdmitted,
+            false => Event::ExhaustedFor(SettlementCause::DecodeBusy),
+        });
         busy.into()
     }
 
@@ -335,7 +343,7 @@ impl ExchangeDriver {
                 Link::Handoff(&params)
             }
             _ => {
-                bootstrap = prefill.engine().bootstrap(request.prompts, prefill.member.rank);
+                bootstrap = prefill.engine().bootstrap(request.shape.prompts, prefill.member.rank);
                 Link::Bootstrap(&bootstrap)
             }
         };

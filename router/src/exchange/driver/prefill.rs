@@ -12,6 +12,7 @@ use crate::client::disconnect::race;
 use crate::client::session::{ClientGone, Session};
 use crate::config::Fallback;
 use crate::engines::http::{Engine, EngineRequest};
+use crate::engines::protocol::Link;
 use crate::exchange::client_request::ClientRequest;
 use crate::legs::Refusal;
 use crate::legs::liveness::wait_while_alive;
@@ -20,7 +21,6 @@ use crate::legs::request_error::RequestError;
 use crate::legs::settle::PendingPrefill;
 use crate::metrics::Leg;
 use crate::metrics::routing::DisaggregationReason;
-use crate::protocol::Link;
 use crate::routing::pool::EngineReservation;
 
 /// The prefill of one request.
@@ -76,7 +76,9 @@ impl ExchangeDriver {
                     (DisaggregationReason::PushUnmatched, Ok(None))
                 }
                 Ok(PrefillOutcome::Responded(handoff)) => (reason, Ok(handoff)),
-                Ok(PrefillOutcome::Unavailable(..)) if request.model.fallback == Fallback::Aggregate => {
+                Ok(PrefillOutcome::Unavailable(..))
+                    if request.model.handoff.fallback == Fallback::Aggregate =>
+                {
                     self.apply(Event::PrefillSkipped);
                     (DisaggregationReason::FellBack, Ok(None))
                 }
@@ -112,7 +114,7 @@ impl ExchangeDriver {
             self.protocol.prefill_body(&request.leg_input(&self.settlement.request), Link::None),
         );
         // A recomputed prompt has no third round.
-        engine_request.early_handoff = request.model.early_handoff && self.retry.is_first_round();
+        engine_request.early_handoff = request.model.handoff.early_handoff && self.retry.is_first_round();
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
         while tried.len() < usize::from(self.generation.config.attempts.prefill) {

@@ -123,7 +123,8 @@ impl ExchangeDriver {
                 // After a failure with an open lease, no engine is tried twice if a decode engine may compute the
                 // prompt.
                 Err(_)
-                    if self.prefill.failed_after_lease && request.model.fallback == Fallback::Aggregate =>
+                    if self.prefill.failed_after_lease
+                        && request.model.handoff.fallback == Fallback::Aggregate =>
                 {
                     Ok(Err(Unavailable::NoEngine))
                 }

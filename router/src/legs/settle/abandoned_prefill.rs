@@ -26,10 +26,10 @@ use baton_connector::exchange::{Attempt, Settlement, SettlementCause};
 use super::{LeaseRelease, SettlementContext, SettlementJob, Settler, may_support, request_of, supports};
 use crate::config::ReleaseMode;
 use crate::engines::http::Engine;
+use crate::engines::protocol::Verb;
 use crate::legs::prefill::{PrefillCall, PrefillResult};
 use crate::metrics::log_span::request_span;
 use crate::metrics::{AbandonWaitResult, Leg, ReleaseMethod, SettlementResult};
-use crate::protocol::Verb;
 
 /// One of the [`Settler::active_readers`].
 struct ReaderGuard(Arc<Settler>);

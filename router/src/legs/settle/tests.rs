@@ -8,7 +8,7 @@ use crate::engines::http::ConnectionTerms;
 /// The terms of an engine that has no verb, so nothing is sent.
 fn without_verbs() -> ConnectionTerms {
     ConnectionTerms {
-        protocol: crate::engines::protocol::ProtocolTerms::default(),
+        protocol: crate::engines::protocol::learned::ProtocolTerms::default(),
         connect_timeout: Duration::from_secs(1),
         idle_timeout: Duration::from_secs(1),
         lost_after: Duration::ZERO,

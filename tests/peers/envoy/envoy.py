@@ -1,14 +1,17 @@
-"""An endpoint picker, a real Envoy and engines: see envoy.sh. Standard library only."""
+"""An endpoint picker, a real Envoy and engines: see run.sh. Standard library only."""
 
 import http.client
 import http.server
 import json
+import pathlib
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from processes import ROOT, ask, free_port, running, start, wait_for
 
