@@ -172,3 +172,30 @@ pub(crate) const FULL: &[(&str, Bounds)] = &[
 const fn merge(actors: Bounds, behaviour: Bounds) -> Bounds {
     Bounds { requests: actors.requests, prefill: actors.prefill, decode: actors.decode, ..behaviour }
 }
+
+/// Both legs at once, without a fault.
+const PAIR: Bounds = Bounds { clients_cancel: true, refusals: true, ..Bounds::PLAIN };
+
+/// Takes seconds.
+pub(crate) const PAIRS_SMALL: &[(&str, Bounds)] = &[
+    ("pairs: one request, two of each engine, no fault", Bounds { prefill: 2, decode: 2, ..PAIR }),
+    ("pairs: one request, one of each engine, one fault", Bounds { faults: 1, ..PAIR }),
+    ("pairs: one request, two Ds, one fault", Bounds { decode: 2, faults: 1, ..Bounds::PLAIN }),
+    (
+        "pairs: two requests for one page of one D, no fault",
+        Bounds { requests: 2, clients_cancel: false, ..PAIR },
+    ),
+];
+
+pub(crate) const PAIRS_FULL: &[(&str, Bounds)] = &[
+    (
+        "pairs: one request, two of each engine, one fault",
+        Bounds { prefill: 2, decode: 2, faults: 1, ..PAIR },
+    ),
+    ("pairs: one request, one of each engine, two faults", Bounds { faults: 2, ..PAIR }),
+    ("pairs: two requests for one page of one D, no fault", Bounds { requests: 2, ..PAIR }),
+];
+
+/// Everything at once: too large to explore, so random runs are made.
+pub(crate) const PAIRS_WALKED: Bounds =
+    Bounds { requests: 2, prefill: 2, decode: 2, decode_blocks: 2, faults: 6, ..PAIR };

@@ -121,6 +121,36 @@ pub(crate) fn explore_and<M: Model>(model: &mut M, mut each: impl FnMut(&mut M, 
     report
 }
 
+/// One run to its end, for bounds that are too large to explore. The seed selects every step. A model lists its optional
+/// steps last, and most seeds select them less often. Returns the number of steps.
+pub(crate) fn walk<M: Model>(model: &mut M, seed: u64) -> Result<usize, Violation> {
+    let mut dice = seed << 32;
+    let mut state = model.start();
+    let (mut steps, mut trace) = (Vec::new(), Vec::new());
+    loop {
+        steps.clear();
+        if let Err(what) = model.steps(state, &mut steps) {
+            return Err(Violation { what, trace });
+        }
+        if steps.is_empty() {
+            return Ok(trace.len());
+        }
+        let draw = |_| {
+            // SplitMix64.
+            dice = dice.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let z = (dice ^ (dice >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            ((z ^ (z >> 31)) % steps.len() as u64) as usize
+        };
+        let step = steps[(0..=seed % 3).map(draw).min().expect("one at least")];
+        trace.push(step.to_string());
+        match model.take(state, step) {
+            Ok(next) => state = next,
+            Err(what) => return Err(Violation { what, trace }),
+        }
+    }
+}
+
 /// A state on a cycle, if there is one.
 fn cycle<M: Model>(
     model: &mut M,

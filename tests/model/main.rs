@@ -12,6 +12,7 @@
 //! | `router.rs`, `producer.rs`, `consumer.rs` | the actors, and the invariants that one actor can check |
 //! | `messages.rs`, `system.rs`, `steps.rs`, `acting.rs` | the system: possible steps, their effects, how a run must end |
 //! | `offload.rs` | the offload slot, its workers and the end of its request |
+//! | `pair.rs` | protocols that send both legs at once, with SGLang's engines |
 //! | `bounds.rs`, `explorations.rs` | the explorations and their bounds |
 //! | `mutations.rs` | planted bugs, each of which must be found |
 //!
@@ -43,6 +44,7 @@ mod messages;
 mod mutations;
 mod names;
 mod offload;
+mod pair;
 mod producer;
 mod router;
 mod state_table;
@@ -53,10 +55,11 @@ use std::fmt::Write as _;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bounds::Bounds;
-use explorations::{FULL, SMALL};
-use explore::{Report, Violation, explore, explore_and};
+use explorations::{FULL, PAIRS_FULL, PAIRS_SMALL, PAIRS_WALKED, SMALL};
+use explore::{Report, Violation, explore, explore_and, walk};
 use mutations::{Mutation, PLANTED};
 use offload::Offload;
+use pair::PairModel;
 use system::SystemModel;
 
 /// Selects the bounds, whatever the profile.
@@ -155,6 +158,33 @@ fn an_offload_slot_settles_once_for_every_end_of_its_request() {
     assert!(report.found.is_none(), "{}", violation_text(&report.found.expect("just seen")));
 }
 
+#[test]
+fn pairs_end_on_both_engines_and_write_only_into_their_own_pages() {
+    let explorations = if full_bounds() { PAIRS_FULL } else { PAIRS_SMALL };
+    for (name, bounds) in explorations {
+        let report = explore(&mut PairModel::new(*bounds));
+        let text = line(name, bounds, &report, None);
+        println!("{text}");
+        assert!(report.found.is_none(), "{text}");
+    }
+}
+
+#[test]
+fn pairs_end_well_in_random_runs_with_many_faults() {
+    let seeds = if full_bounds() { 2_000_000 } else { 50_000 };
+    let mut model = PairModel::new(PAIRS_WALKED);
+    let mut steps = 0;
+    for seed in 0..seeds {
+        steps +=
+            walk(&mut model, seed).unwrap_or_else(|found| panic!("seed {seed}: {}", violation_text(&found)));
+    }
+    println!("pairs: {seeds} random runs, {steps} steps\n    bounds: {PAIRS_WALKED}");
+    let mutation = Some(Mutation::PagesGivenAwayAtOnce);
+    let mut sick = PairModel::new(Bounds { mutation, ..PAIRS_WALKED });
+    let found = (0..seeds).find_map(|seed| walk(&mut sick, seed).err()).expect("random runs find it");
+    assert!(found.what.contains("lands in pages"), "{}", violation_text(&found));
+}
+
 /// A state that represents several counts as many. The sum is the number of states without the reduction.
 #[test]
 fn places_can_be_changed_without_a_difference() {
@@ -179,6 +209,9 @@ fn every_planted_bug_is_found() {
         let (sound, sick) = match planted.mutation {
             Mutation::EndForgetsTheSlot | Mutation::EndFreesInFlight => {
                 (explore(&mut Offload::new(clean)), explore(&mut Offload::new(bounds)))
+            }
+            bug if bug.is_of_pairs() => {
+                (explore(&mut PairModel::new(clean)), explore(&mut PairModel::new(bounds)))
             }
             _ => (explore(&mut SystemModel::new(clean)), explore(&mut SystemModel::new(bounds))),
         };

@@ -46,6 +46,33 @@ pub(crate) enum Mutation {
     NeverSealed,
     /// A prefill that ends together with its lease frees the blocks, with or without a reader.
     EndOfPrefillFreesUnderAReader,
+    /// Both legs at once: the prefill leg fails, and the decode leg is not ended.
+    FailedPrefillLeavesDecode,
+    /// Both legs at once: the decode leg fails, and the prefill leg is not ended.
+    FailedDecodeLeavesPrefill,
+    /// The next pair of a request has the room of the previous one.
+    RoomIsReused,
+    /// SGLang #32564: D gives the pages of an aborted request away while P may write into them.
+    PagesGivenAwayAtOnce,
+    /// A prefill that falls silent after the first chunk is not aborted.
+    SilentPrefillIsLeft,
+    /// The id of a request's first pair is a prefix of the next pair's id.
+    RidIsAPrefix,
+}
+
+impl Mutation {
+    /// Whether the bug concerns both legs at once: see `pair.rs`.
+    pub(crate) fn is_of_pairs(self) -> bool {
+        matches!(
+            self,
+            Self::FailedPrefillLeavesDecode
+                | Self::FailedDecodeLeavesPrefill
+                | Self::RoomIsReused
+                | Self::PagesGivenAwayAtOnce
+                | Self::SilentPrefillIsLeft
+                | Self::RidIsAPrefix
+        )
+    }
 }
 
 /// A mutation, the bounds in which to look for it, and the violation that must be found.
@@ -64,6 +91,8 @@ const fn planted(name: &'static str, mutation: Mutation, bounds: Bounds, broken:
 
 const LIVELY: Bounds = Bounds { clients_cancel: true, refusals: true, ..Bounds::PLAIN };
 const EARLY: Bounds = Bounds { early: true, recompute: true, ..LIVELY };
+const PAIRS: Bounds = Bounds { prefill: 2, decode: 2, ..LIVELY };
+const WAITS: &str = "nothing went wrong, and an engine still works for a pair that was given up";
 const STRANDED: &str = "nothing went wrong, every process is alive and done, and blocks are still leased";
 
 /// Every mutation.
@@ -170,5 +199,41 @@ pub(crate) const PLANTED: &[PlantedBug] = &[
         Mutation::EndOfPrefillFreesUnderAReader,
         EARLY,
         "are held",
+    ),
+    planted(
+        "both legs at once: P fails and D is not ended",
+        Mutation::FailedPrefillLeavesDecode,
+        PAIRS,
+        WAITS,
+    ),
+    planted(
+        "both legs at once: D fails and P is not ended",
+        Mutation::FailedDecodeLeavesPrefill,
+        PAIRS,
+        WAITS,
+    ),
+    planted(
+        "the next pair has the room of the previous one",
+        Mutation::RoomIsReused,
+        Bounds { decode_blocks: 2, ..PAIRS },
+        "lands in pages",
+    ),
+    planted(
+        "SGLang #32564: D gives pages away before the write into them",
+        Mutation::PagesGivenAwayAtOnce,
+        PAIRS,
+        "lands in pages that were given away",
+    ),
+    planted(
+        "a prefill that falls silent after the first chunk is left",
+        Mutation::SilentPrefillIsLeft,
+        Bounds { faults: 1, prefill: 1, decode: 1, ..PAIRS },
+        "at the end an engine still works",
+    ),
+    planted(
+        "the rid of a pair is a prefix of the next pair's",
+        Mutation::RidIsAPrefix,
+        Bounds { decode_blocks: 2, ..PAIRS },
+        "which was not given up",
     ),
 ];
