@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 
-from vllm_checks import cancel, compare, faults, handoffs, malformed, push, stock  # noqa: F401 (they register checks)
+from vllm_checks import cancel, compare, faults, handoffs, malformed, messages, push, stock  # noqa: F401 (they register checks)
 from vllm_checks import cost
 from vllm_checks.base import CHECKS, NO_ANSWER, OutOfTime, Report, bounded
 from vllm_checks.engines import BATON, PUSH, ROOT, STOCK

@@ -14,7 +14,6 @@ const MORE_FIELDS: &[(&str, usize)] = &[
     ("engine/src/model/config.rs ModelConfig", 18),
     ("engine/src/run/options.rs EngineOptions", 32),
     ("router/src/observe/finished_request.rs FinishedRequest", 18),
-    ("router/src/routing/models.rs Model", 14),
 ];
 
 /// Most lines of a function.
