@@ -18,6 +18,7 @@ use faults::{FaultAttribution, RetryState};
 use prefill::PrefillLeg;
 use selection::Selection;
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use baton_connector::RequestId;
@@ -109,7 +110,7 @@ impl ExchangeDriver {
                 exchange,
                 model: None,
                 authorization: None,
-                ends_by_write: false,
+                ends_by_write: Arc::default(),
             },
             attempts: Attempts::default(),
             selection: Selection::default(),
@@ -166,7 +167,9 @@ impl ExchangeDriver {
         let step = self.exchange(|exchange| exchange.apply(event, now));
         // The decode engine may hold blocks.
         let ends_decode = step.settlements.iter().any(|one| matches!(one, Settlement::AbortDecode(_)));
-        self.settlement.ends_by_write |= ends_decode && self.protocol.write_frees_decode();
+        if ends_decode && self.protocol.write_frees_decode() {
+            self.settlement.ends_by_write.store(true, Ordering::Relaxed);
+        }
         for settlement in step.settlements {
             self.settle(settlement);
         }
@@ -227,7 +230,7 @@ impl ExchangeDriver {
                 match (self.prefill.call.take(), self.prefill.pending.take()) {
                     (Some(call), _) => settler.abort_and_read(call, context),
                     // Without the abort the prefill runs to its end.
-                    (None, Some(_)) if context.ends_by_write => {}
+                    (None, Some(_)) if context.ends_by_write() => {}
                     (None, Some(pending)) => pending.abort(),
                     // The connection broke, so there is no response to read.
                     (None, None) => settler.abort(self.attempts.engine(attempt), Leg::Prefill, context),

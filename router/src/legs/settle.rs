@@ -24,7 +24,7 @@ mod pending_prefill;
 mod refused_decode;
 
 use std::collections::VecDeque;
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -38,7 +38,7 @@ use tokio_util::task::TaskTracker;
 use super::clock::Clock;
 use crate::config::ReleaseMode;
 use crate::engines::http::{Engine, EngineRequest, Support};
-use crate::engines::protocol::{Command, Verb};
+use crate::engines::protocol::{Command, PushIdentity, Verb};
 use crate::legs::prefill::PrefillCall;
 use crate::metrics::log_limiter::LogLimiter;
 use crate::metrics::log_span::request_span;
@@ -93,7 +93,20 @@ pub(crate) struct SettlementContext {
     pub authorization: Option<HeaderValue>,
     /// A decode engine may hold blocks that only the prefill engine's write frees: the prefill runs to its end, and no
     /// release precedes its write.
-    pub ends_by_write: bool,
+    pub ends_by_write: Arc<AtomicBool>,
+}
+
+impl SettlementContext {
+    /// See the field.
+    pub(crate) fn ends_by_write(&self) -> bool {
+        self.ends_by_write.load(Ordering::Relaxed)
+    }
+
+    /// The next legs have another id. Settlements of the ones before keep theirs.
+    pub(crate) fn rename(&mut self, request: RequestId) {
+        self.request = request;
+        self.ends_by_write = Arc::default();
+    }
 }
 
 /// A lease to release, with its engine's handoff parameters if they were readable.
@@ -211,7 +224,7 @@ impl Settler {
         release: LeaseRelease,
         context: SettlementContext,
     ) {
-        if context.ends_by_write {
+        if context.ends_by_write() {
             self.metrics.legs.count_release(release.cause, ReleaseMethod::Lease);
             return;
         }
@@ -353,8 +366,10 @@ impl Settler {
                 return (via, result);
             }
         }
+        // A decode engine of the push connector notifies no producer.
         if matches!(mode, ReleaseMode::Auto | ReleaseMode::RefusedDecode)
             && let (Some(model), Some(params)) = (context.model.as_deref(), params)
+            && PushIdentity::read(params).is_none()
         {
             let authorization = context.authorization.as_ref();
             let refusable = RefusedDecode { model, params, authorization, request: &context.request };

@@ -23,6 +23,7 @@ use hyper::Method;
 use hyper::header::{HeaderMap, HeaderName, HeaderValue};
 
 use super::protocol::{Direction, Event, Rest};
+use crate::auth;
 
 /// The endpoint that a request goes to: a header of the request, and a key of the metadata [`METADATA`].
 pub(super) const DESTINATION: &str = "x-gateway-destination-endpoint";
@@ -210,7 +211,7 @@ pub(super) struct Endpoints {
 pub(super) fn destination(endpoints: &Endpoints) -> ProcessingResponse {
     let mut removed: Vec<String> = STRIPPED.map(str::to_owned).into();
     if endpoints.without_authorization {
-        removed.push("authorization".to_owned());
+        removed.extend(["authorization".to_owned(), auth::X_API_KEY.to_owned()]);
     }
     let mut set = vec![overwrite(DESTINATION, endpoints.destination.as_bytes())];
     set.extend(endpoints.prefiller.as_ref().map(|prefiller| overwrite(PREFILLER, prefiller.as_bytes())));

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use baton_connector::RequestId;
 use baton_openai::{ApiError, RawBody};
 use bytes::Bytes;
-use hyper::header::CONTENT_LENGTH;
+use hyper::header::{AUTHORIZATION, CONTENT_LENGTH, HeaderMap};
 
 use super::messages::PickHead;
 use crate::admission::{AdmissionRequest, Claim, deadline};
@@ -99,7 +99,13 @@ impl PickRequest {
         let permit = match &generation.auth {
             None => None,
             Some(auth) => {
-                let identity = auth.identify(&head.headers, &[], &shared.limits.tenants)?;
+                let identity = match auth::bearer_of_api_key(&head.headers) {
+                    None => auth.identify(&head.headers, &[], &shared.limits.tenants)?,
+                    Some(bearer) => {
+                        let headers = HeaderMap::from_iter([(AUTHORIZATION, bearer)]);
+                        auth.identify(&headers, &[], &shared.limits.tenants)?
+                    }
+                };
                 Some(Permit::begin(identity, &shared.limits.tenants)?)
             }
         };

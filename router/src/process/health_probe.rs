@@ -60,7 +60,7 @@ pub(crate) async fn run(shared: Arc<Shared>) {
                 wait_for_slot(&mut probes).await;
                 probes.spawn(async move {
                     // The path of the probe depends on the protocol.
-                    engine.learn_protocol().await;
+                    engine.recheck_protocol().await;
                     let result = liveness::probe(&engine, within).await;
                     engine.update_health(|health, now, terms| health.record_probe(result, now, terms));
                 });

@@ -60,8 +60,9 @@ impl MessagesSupport {
             return known;
         }
         let answer = ask(decode, authorization).await;
-        // Without an answer the request shows why.
-        let is_native = answer.unwrap_or(true);
+        // Without an answer the one before counts: a client's refused key shows nothing. The first request shows why.
+        let before = *self.learnt.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_native = answer.unwrap_or_else(|| before.is_none_or(|before| before.is_native));
         let ttl = if answer.is_some() { ANSWER_TTL } else { SILENCE_TTL };
         let learnt = Learnt { is_native, until: Instant::now() + ttl };
         *self.learnt.lock().unwrap_or_else(PoisonError::into_inner) = Some(learnt);

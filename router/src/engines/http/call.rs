@@ -24,34 +24,44 @@ const SERVER_INFO_BYTES_MAX: usize = 1 << 20;
 impl Engine {
     /// Learns the engine's protocol from `/server_info` if it is open. Concurrent callers wait for one query.
     pub(crate) async fn learn_protocol(self: &Arc<Self>) {
-        let is_due = |engine: &Self| {
-            let terms = engine.connections.terms.load();
-            engine.connections.protocol.is_query_due(&terms.protocol, Instant::now())
-        };
-        if !is_due(self) {
+        let protocol = &self.connections.protocol;
+        let is_due = || protocol.is_query_due(&self.connections.terms.load().protocol, Instant::now());
+        if !is_due() {
             return;
         }
         let query = async {
-            let _one_at_a_time = self.connections.protocol.query_lock.lock().await;
-            if !is_due(self) {
-                return;
-            }
-            // Until the reply arrives, so that a dropped query counts.
-            self.connections.protocol.failed(Instant::now());
-            match self.server_info().await {
-                Some((status, body)) if status.is_success() => {
-                    self.connections.protocol.learn(ServerInfo::read(&body))
-                }
-                Some((
-                    StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_IMPLEMENTED,
-                    _,
-                )) => {
-                    self.connections.protocol.learn(None);
-                }
-                _ => {}
+            let _one_at_a_time = protocol.query_lock.lock().await;
+            if is_due() {
+                self.query_protocol().await;
             }
         };
-        let _ = tokio::time::timeout(SERVER_INFO_TIMEOUT, query).await;
+        if tokio::time::timeout(SERVER_INFO_TIMEOUT, query).await.is_err() {
+            protocol.failed(Instant::now());
+        }
+    }
+
+    /// Checks a protocol again that a proxy's answer may have shown. For health checks, which no request waits for.
+    pub(crate) async fn recheck_protocol(self: &Arc<Self>) {
+        self.learn_protocol().await;
+        let terms = self.connections.terms.load();
+        if self.connections.protocol.is_recheck_due(&terms.protocol, Instant::now()) {
+            let _ = tokio::time::timeout(SERVER_INFO_TIMEOUT, self.query_protocol()).await;
+        }
+    }
+
+    async fn query_protocol(self: &Arc<Self>) {
+        let protocol = &self.connections.protocol;
+        match self.server_info().await {
+            // Another server's page shows nothing.
+            Some((status, body)) if status.is_success() && body.first() == Some(&b'{') => {
+                protocol.learn(ServerInfo::read(&body), Instant::now());
+            }
+            Some((
+                StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_IMPLEMENTED,
+                _,
+            )) => protocol.learn(None, Instant::now()),
+            _ => protocol.failed(Instant::now()),
+        }
     }
 
     /// The engine's `/server_info`, over a connection of its own: idle connections are for requests.

@@ -1,6 +1,7 @@
 //! The protocol of an engine: configured, or learned from its `/server_info`.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -38,6 +39,8 @@ pub(crate) struct LearnedProtocol {
     state: Mutex<Learned>,
     /// Where decode engines register with a pushing prefill engine, by data-parallel rank.
     identities: Mutex<HashMap<Option<u16>, Arc<PushIdentity>>>,
+    /// How often a rank's identity has changed without a refused connection.
+    identity_changes: AtomicU32,
     /// Held by the task that queries.
     pub(crate) query_lock: tokio::sync::Mutex<()>,
 }
@@ -45,9 +48,18 @@ pub(crate) struct LearnedProtocol {
 #[derive(Clone, Copy, Debug, Default)]
 struct Learned {
     kind: Option<ProtocolKind>,
+    /// The protocol of the process before, which counts until the new process has answered.
+    before: Option<ProtocolKind>,
+    learned_at: Option<Instant>,
     bootstrap_port: Option<u16>,
     failed_at: Option<Instant>,
 }
+
+/// Changes of an identity after which its engine counts as several processes behind one address. A pair then cannot know
+/// which of them gets the prefill leg.
+const IDENTITY_CHANGES_MAX: u32 = 2;
+/// Age at which an answer that may be a proxy's is checked again.
+const RECHECK_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Most data-parallel ranks whose identities are kept.
 const IDENTITIES_MAX: usize = 256;
@@ -55,7 +67,10 @@ const IDENTITIES_MAX: usize = 256;
 impl LearnedProtocol {
     /// The protocol under these terms; `None` if it is not known yet.
     pub(crate) fn kind(&self, terms: &ProtocolTerms) -> Option<ProtocolKind> {
-        ProtocolKind::configured(terms.setting).or_else(|| self.state().kind)
+        ProtocolKind::configured(terms.setting).or_else(|| {
+            let learned = self.state();
+            learned.kind.or(learned.before)
+        })
     }
 
     /// The port of the bootstrap server, if it is known.
@@ -75,10 +90,22 @@ impl LearnedProtocol {
         wanted && learned.kind.is_none() && !failed
     }
 
+    /// Whether an answer without SGLang's `/server_info` has to be checked again. A proxy may have sent it while the
+    /// engine started.
+    pub(crate) fn is_recheck_due(&self, terms: &ProtocolTerms, now: Instant) -> bool {
+        let learned = *self.state();
+        let is_old = |at: Instant| now.saturating_duration_since(at) >= RECHECK_INTERVAL;
+        terms.setting == ProtocolSetting::Auto
+            && learned.kind == Some(ProtocolKind::Vllm)
+            && learned.learned_at.is_none_or(is_old)
+    }
+
     /// Records an answer: `None` for an engine without SGLang's `/server_info`.
-    pub(crate) fn learn(&self, info: Option<ServerInfo>) {
+    pub(crate) fn learn(&self, info: Option<ServerInfo>, now: Instant) {
         *self.state() = Learned {
             kind: Some(if info.is_some() { ProtocolKind::Sglang } else { ProtocolKind::Vllm }),
+            before: None,
+            learned_at: Some(now),
             bootstrap_port: info.and_then(|info| info.bootstrap_port),
             failed_at: None,
         };
@@ -89,14 +116,18 @@ impl LearnedProtocol {
         self.state().failed_at = Some(now);
     }
 
-    /// The identity of a pushing engine's rank.
+    /// The identity of a pushing engine's rank; `None` also if several processes answer there.
     pub(crate) fn identity(&self, rank: Option<u16>) -> Option<Arc<PushIdentity>> {
-        self.identities().get(&rank).cloned()
+        let is_one = self.identity_changes.load(Ordering::Relaxed) < IDENTITY_CHANGES_MAX;
+        self.identities().get(&rank).filter(|_| is_one).cloned()
     }
 
     /// Records the identity in a reply.
     pub(crate) fn set_identity(&self, rank: Option<u16>, identity: PushIdentity) {
         let mut identities = self.identities();
+        if identities.get(&rank).is_some_and(|known| **known != identity) {
+            self.identity_changes.fetch_add(1, Ordering::Relaxed);
+        }
         if identities.get(&rank).is_none_or(|known| **known != identity)
             && (identities.len() < IDENTITIES_MAX || identities.contains_key(&rank))
         {
@@ -111,8 +142,11 @@ impl LearnedProtocol {
 
     /// Forgets everything: another process may answer at the engine's address.
     pub(crate) fn forget(&self) {
-        *self.state() = Learned::default();
+        let mut state = self.state();
+        *state = Learned { before: state.kind.or(state.before), ..Learned::default() };
+        drop(state);
         self.identities().clear();
+        self.identity_changes.store(0, Ordering::Relaxed);
     }
 
     fn identities(&self) -> MutexGuard<'_, HashMap<Option<u16>, Arc<PushIdentity>>> {
@@ -148,7 +182,8 @@ mod tests {
         let learned = LearnedProtocol::default();
         let auto = terms(ProtocolSetting::Auto, None);
         assert_eq!(learned.kind(&auto), None);
-        learned.learn(Some(ServerInfo { bootstrap_port: Some(9_000) }));
+        let now = Instant::now();
+        learned.learn(Some(ServerInfo { bootstrap_port: Some(9_000) }), now);
         assert_eq!(
             (learned.kind(&auto), learned.bootstrap_port(&auto)),
             (Some(ProtocolKind::Sglang), Some(9_000))
@@ -156,8 +191,10 @@ mod tests {
         assert_eq!(learned.kind(&terms(ProtocolSetting::Vllm, None)), Some(ProtocolKind::Vllm));
         assert_eq!(learned.bootstrap_port(&terms(ProtocolSetting::Auto, Some(7))), Some(7));
         learned.forget();
-        assert_eq!((learned.kind(&auto), learned.bootstrap_port(&auto)), (None, None));
-        learned.learn(None);
+        assert_eq!((learned.kind(&auto), learned.bootstrap_port(&auto)), (Some(ProtocolKind::Sglang), None));
+        assert!(learned.is_query_due(&auto, now), "the protocol before is a guess");
+        learned.learn(None, now);
         assert_eq!(learned.kind(&auto), Some(ProtocolKind::Vllm));
+        assert!(!learned.is_recheck_due(&auto, now) && learned.is_recheck_due(&auto, now + RECHECK_INTERVAL));
     }
 }

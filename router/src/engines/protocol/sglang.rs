@@ -99,6 +99,11 @@ impl Protocol for Sglang {
                 return Err(ApiError::invalid(name, message));
             }
         }
+        let set = |name: &str| leg.body.field(name).is_some_and(|value| !matches!(value, b"null" | b"false"));
+        if set("echo") && (set("logprobs") || set("top_logprobs")) || set("prompt_logprobs") {
+            let message = "SGLang's prefill and decode engines return no log probabilities of a prompt";
+            return Err(ApiError::invalid("logprobs", message));
+        }
         if leg.prompts > PROMPTS_MAX {
             return Err(ApiError::of(
                 Code::TooManyValues,

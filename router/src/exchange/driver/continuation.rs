@@ -12,7 +12,7 @@ use super::decode::{DecodeOutcome, DecodeRequest, DecodeResponse, HandoffAfterEr
 use crate::client::disconnect::race;
 use crate::client::session::{ClientGone, Session};
 use crate::engines::http::{Engine, EngineRequest};
-use crate::engines::protocol::Link;
+use crate::engines::protocol::{LegOrder, Link};
 use crate::exchange::client_request::ClientRequest;
 use crate::legs::decode::PlainBody;
 use crate::legs::request_error::RequestError;
@@ -48,9 +48,14 @@ impl ExchangeDriver {
     ) -> Result<Option<DecodeResponse>, RequestError> {
         let failed = self.attempts.engine(cut);
         self.prefill.tail = None;
+        if self.protocol.order() == LegOrder::Concurrent && !self.protocol.write_frees_decode() {
+            // Such an engine computes no prompt alone.
+            self.apply(Event::Exhausted);
+            return Ok(None);
+        }
         self.apply(Event::StreamCut(cut));
         // The abort of the first round uses the first id.
-        self.settlement.request = request_id::next_round(&self.settlement.request);
+        self.settlement.rename(request_id::next_round(&self.settlement.request));
         let mut tried = vec![Arc::clone(&failed)];
         for asked in 1..=usize::from(self.generation.config.attempts.decode) {
             let Some(reserved) = self.reserve_decode_for_resume(request, &failed, &tried) else { break };

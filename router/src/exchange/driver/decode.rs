@@ -75,7 +75,7 @@ impl ExchangeDriver {
             None => {
                 self.retry.round = Round::Recomputed;
                 // The settlement of the first round uses the first id.
-                self.settlement.request = request_id::next_round(&self.settlement.request);
+                self.settlement.rename(request_id::next_round(&self.settlement.request));
                 self.shared.metrics.legs.recomputes.increment(1);
                 let handoff = match request.model.handoff.fallback {
                     Fallback::Aggregate if !self.prefill.failed_after_lease => {
@@ -231,7 +231,11 @@ impl ExchangeDriver {
                 self.apply(Event::DecodeFailed(attempt, failure));
                 DecodeOutcome::Failed { refusal, class: ErrorClass::HandoffSpent, reached: true }
             }
-            DecodeResult::Failed(failure, refusal, class, fault) => {
+            DecodeResult::Failed(failure, refusal, mut class, fault) => {
+                // The write of a pushed handoff goes to the first engine that registered for it.
+                if self.protocol.write_frees_decode() && failure != Failure::NotReached {
+                    class = ErrorClass::HandoffSpent;
+                }
                 self.progress.timed_out = refusal == Refusal::timed_out();
                 self.apply(Event::DecodeFailed(attempt, failure));
                 self.record_fault(&engine, Leg::Decode, fault);

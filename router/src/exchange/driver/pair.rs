@@ -17,11 +17,12 @@ use crate::client::session::{ClientGone, Session};
 use crate::engines::http::{Engine, EngineRequest, EngineRequestGuard, Reply};
 use crate::engines::protocol::{LegOrder, Link, PushIdentity, VllmPush};
 use crate::exchange::client_request::ClientRequest;
-use crate::legs::Refusal;
 use crate::legs::decode::{self, DecodeResult};
 use crate::legs::liveness::{ProbeError, wait_while_alive};
 use crate::legs::prefill::{PrefillCall, PrefillResult, PrefillTimeouts};
 use crate::legs::request_error::RequestError;
+use crate::legs::{ErrorClass, Fault, Refusal};
+use crate::message::path::Dialect;
 use crate::message::request_id;
 use crate::metrics::Leg;
 use crate::metrics::routing::DisaggregationReason;
@@ -29,6 +30,11 @@ use crate::routing::pool::EngineReservation;
 
 /// Wait for the prefill engine's own error after the decode engine's. Both engines fail together, so it is due at once.
 const PREFILL_GRACE: Duration = Duration::from_millis(100);
+
+/// Wait for a decode engine after a pushing prefill engine's answer. Its heartbeats do not renew the lease (30 s by
+/// default), because the decode engine does not know the prefill engine's own id of the request. After the wait the legs
+/// are sent one after the other.
+const PUSH_WAIT: Duration = Duration::from_secs(20);
 
 /// The engines that failed the request, per leg.
 #[derive(Default)]
@@ -44,6 +50,9 @@ struct Pair {
     prefill: (Attempt, Arc<Engine>),
     decode: (Attempt, Arc<Engine>),
     sent_at: Instant,
+    /// The process with which the decode engine registers, for a push, and its data-parallel rank.
+    identity: Option<Arc<PushIdentity>>,
+    rank: Option<u16>,
     /// Counts the request at the decode engine.
     load: EngineRequestGuard,
 }
@@ -116,6 +125,8 @@ impl ExchangeDriver {
             engine.learned_protocol().set_identity(rank, identity);
             self.model.handoff.pushes.store(true, Ordering::Relaxed);
             self.protocol = &VllmPush;
+        } else if self.model.handoff.pushes.swap(false, Ordering::Relaxed) {
+            engine.learned_protocol().forget_identity(rank);
         }
     }
 
@@ -126,24 +137,26 @@ impl ExchangeDriver {
         session: &mut Session,
         request: &ClientRequest,
     ) -> Result<Option<DecodeResponse>, RequestError> {
-        self.shared.metrics.routing.count_disaggregation(DisaggregationReason::Always);
+        let reason = self.decide_disaggregation(request);
+        let reason = if reason.is_remote() { reason } else { DisaggregationReason::Always };
+        self.shared.metrics.routing.count_disaggregation(reason);
         let base = self.settlement.request.clone();
         let (mut failed, mut last) = (FailedEngines::default(), Refusal::none_left());
         let mut cause = SettlementCause::DecodeUnreachable;
         let attempts = self.generation.config.attempts.decode.max(self.generation.config.attempts.prefill);
         for number in 1..=u8::try_from(attempts).unwrap_or(u8::MAX) {
             let Some([prefill, decode]) = self.select_pair(session, request, &mut failed).await? else {
+                if self.protocol.write_frees_decode() && self.give_up_handoff() {
+                    // The decode engine may compute the prompt.
+                    return Ok(None);
+                }
                 break;
             };
             if !self.take_retry(session, Leg::Decode, usize::from(number) - 1).await? {
                 break;
             }
-            if matches!(self.exchange(|exchange| exchange.state()), State::ReadyToDecode(Some(_))) {
-                // A handoff belongs to one pair.
-                self.apply(Event::HandoffUnusable);
-            }
-            self.settlement.request = request_id::of_pair(&base, number);
-            self.settlement.ends_by_write = false;
+            self.give_up_handoff();
+            self.settlement.rename(request_id::of_pair(&base, number));
             if self.protocol.write_frees_decode()
                 && prefill.engine().learned_protocol().identity(prefill.member.rank).is_none()
             {
@@ -180,6 +193,14 @@ impl ExchangeDriver {
         Err(RequestError::Refused(last))
     }
 
+    /// A handoff belongs to one pair. Returns whether another leg may be sent.
+    fn give_up_handoff(&mut self) -> bool {
+        if matches!(self.exchange(|exchange| exchange.state()), State::ReadyToDecode(Some(_))) {
+            self.apply(Event::HandoffUnusable);
+        }
+        self.exchange(|exchange| exchange.state()) == State::Choosing
+    }
+
     /// The engines of the next pair; `None` if no engine is left.
     async fn select_pair(
         &mut self,
@@ -187,27 +208,30 @@ impl ExchangeDriver {
         request: &ClientRequest,
         failed: &mut FailedEngines,
     ) -> Result<Option<[EngineReservation; 2]>, RequestError> {
-        let decode = match self.selection.reserved.take() {
-            Some(reserved) => Ok(EngineSelection::Engine(reserved)),
-            None => match self.select_decode(session, request, &failed.decode).await {
+        if self.selection.reserved.is_none() {
+            let decode = match self.select_decode(session, request, &failed.decode).await {
                 // A decode engine also answers with an error if its prefill engine was restarted.
                 Ok(EngineSelection::Unavailable(_)) if std::mem::take(&mut failed.has_answered) => {
                     self.select_decode(session, request, &[]).await
                 }
                 selection => selection,
-            },
-        };
-        let decode = match decode.map_err(|ClientGone| self.cancel())? {
-            EngineSelection::Engine(reserved) => reserved,
-            EngineSelection::Unavailable(_) => return Ok(None),
-            EngineSelection::Busy(busy) => return Err(self.refuse_busy(busy)),
-        };
+            };
+            match decode.map_err(|ClientGone| self.cancel())? {
+                EngineSelection::Engine(reserved) => self.selection.reserved = Some(reserved),
+                EngineSelection::Unavailable(_) => return Ok(None),
+                EngineSelection::Busy(busy) => return Err(self.refuse_busy(busy)),
+            }
+        }
+        // The choice of the prefill engine depends on the reserved decode engine.
         let prefill = match self.selection.reserved_prefill.take() {
             Some(reserved) => Ok(EngineSelection::Engine(reserved)),
             None => self.select_prefill(session, request, &failed.prefill).await,
         };
         match prefill.map_err(|ClientGone| self.cancel())? {
-            EngineSelection::Engine(prefill) => Ok(Some([prefill, decode])),
+            EngineSelection::Engine(prefill) => {
+                let decode = self.selection.reserved.take().expect("it was just reserved");
+                Ok(Some([prefill, decode]))
+            }
             EngineSelection::Unavailable(Unavailable::NoEngine) => Ok(None),
             EngineSelection::Unavailable(Unavailable::Full) => Err(self.refuse_busy(Refusal::all_busy().0)),
             EngineSelection::Busy(busy) => Err(self.refuse_busy(busy)),
@@ -231,22 +255,29 @@ impl ExchangeDriver {
         prefill: EngineReservation,
         decode: EngineReservation,
     ) -> Result<PairOutcome, RequestError> {
-        let [prefill_request, decode_request] =
-            self.pair_requests(session, request, &prefill, &decode).await?;
+        let requests = self.pair_requests(session, request, &prefill, &decode).await?;
+        let Some([prefill_request, decode_request]) = requests else {
+            let refusal = Refusal::none_left();
+            return Ok(PairOutcome::Failed(Leg::Prefill, refusal, SettlementCause::DecodeUnreachable));
+        };
         let engines = [Arc::clone(prefill.engine()), Arc::clone(decode.engine())];
         let [prefill_engine, decode_engine] = engines;
         let pair = Pair {
             prefill: (self.attempts.add(Leg::Prefill, &prefill_engine), prefill_engine),
             decode: (self.attempts.add(Leg::Decode, &decode_engine), decode_engine),
             sent_at: Instant::now(),
+            identity: prefill.engine().learned_protocol().identity(prefill.member.rank),
+            rank: prefill.member.rank,
             load: decode.load,
         };
         let bounds = request.model.bounds;
         let probe_interval = Duration::from_millis(self.generation.config.timeouts.liveness_probe_ms);
         // The decode engine waits for the prefill, which has a time limit of its own.
         let first_byte = bounds.decode_first_byte.saturating_add(bounds.prefill_silence);
-        let timeouts =
-            PrefillTimeouts { sent_at: pair.sent_at, silence: bounds.prefill_silence, probe_interval };
+        // An answer that follows the transfer waits for the decode engine too.
+        let pushes = self.protocol.write_frees_decode();
+        let silence = if pushes { bounds.prefill_silence } else { first_byte };
+        let timeouts = PrefillTimeouts { sent_at: pair.sent_at, silence, probe_interval };
         self.apply(Event::PrefillSent(pair.prefill.0));
         let call = PrefillCall::start(pair.prefill.0, prefill.load, prefill_request);
         let call = self.prefill.call.insert(call);
@@ -267,7 +298,19 @@ impl ExchangeDriver {
         loop {
             let call = self.prefill.call.as_mut();
             let next = async {
-                let Some(call) = call else { return PairEvent::Decode(response.as_mut().await) };
+                let Some(call) = call else {
+                    // A decode engine that has not registered within the lease waits for ever.
+                    let bound = if pushes { PUSH_WAIT } else { first_byte };
+                    return match tokio::time::timeout(bound, response.as_mut()).await {
+                        Ok(decoded) => PairEvent::Decode(decoded),
+                        Err(_elapsed) => PairEvent::Decode(DecodeResult::Failed(
+                            Failure::Unknown,
+                            Refusal::timed_out(),
+                            ErrorClass::Retryable,
+                            Fault::None,
+                        )),
+                    };
+                };
                 let prefilled = wait_while_alive(
                     &pair.prefill.1,
                     probe_interval,
@@ -288,6 +331,9 @@ impl ExchangeDriver {
                     }
                 }
                 Ok(PairEvent::Decode(DecodeResult::Accepted(reply))) => {
+                    if let Some(outcome) = self.await_prefill(session, request, &pair, timeouts).await? {
+                        return Ok(outcome);
+                    }
                     return Ok(PairOutcome::Accepted(self.accept_pair(pair, reply, timeouts)));
                 }
                 Ok(PairEvent::Decode(decoded)) => {
@@ -302,32 +348,51 @@ impl ExchangeDriver {
         }
     }
 
-    /// The prefill engine's failure, if a decode engine's error may only report it: an engine whose transfer fails
+    /// Waits for the prefill engine's answer, if the first event of the response does not show that it is due. SGLang
+    /// sends the first events of Responses and Messages before it has the blocks.
+    async fn await_prefill(
+        &mut self,
+        session: &mut Session,
+        request: &ClientRequest,
+        pair: &Pair,
+        timeouts: PrefillTimeouts,
+    ) -> Result<Option<PairOutcome>, RequestError> {
+        if self.protocol.write_frees_decode() || matches!(request.dialect, Dialect::OpenAi(_)) {
+            return Ok(None);
+        }
+        let Some(call) = self.prefill.call.as_mut() else { return Ok(None) };
+        let PrefillTimeouts { silence, probe_interval, .. } = timeouts;
+        let answer = wait_while_alive(&pair.prefill.1, probe_interval, silence, call.receive_response());
+        match race(session, answer).await {
+            Err(ClientGone) => Err(self.cancel()),
+            Ok(prefilled) => self.end_prefill_of_pair(pair, prefilled),
+        }
+    }
+
+    /// The prefill engine's answer, if a decode engine's error may only report its failure: an engine whose transfer fails
     /// answers 500, whatever the reason.
     async fn prefill_failure(&mut self, decoded: &DecodeResult) -> Option<PrefillResult> {
         let DecodeResult::Failed(Failure::Answered, ..) = decoded else { return None };
         let call = self.prefill.call.as_mut()?;
-        let result = tokio::time::timeout(PREFILL_GRACE, call.receive_response()).await.ok()?;
-        match result {
-            PrefillResult::Refused(_) | PrefillResult::Failed(..) => Some(result),
-            PrefillResult::NoLease | PrefillResult::Leased(..) => {
-                self.prefill.call = None;
-                None
-            }
-        }
+        tokio::time::timeout(PREFILL_GRACE, call.receive_response()).await.ok()
     }
 
-    /// The requests of both legs.
+    /// The requests of both legs; `None` if the engines have different protocols.
     async fn pair_requests(
         &mut self,
         session: &mut Session,
         request: &ClientRequest,
         prefill: &EngineReservation,
         decode: &EngineReservation,
-    ) -> Result<[EngineRequest; 2], RequestError> {
+    ) -> Result<Option<[EngineRequest; 2]>, RequestError> {
         // The port of the bootstrap server may not be known yet.
-        if race(session, prefill.engine().learn_protocol()).await.is_err() {
-            return Err(self.cancel());
+        for engine in [prefill.engine(), decode.engine()] {
+            if race(session, engine.learn_protocol()).await.is_err() {
+                return Err(self.cancel());
+            }
+        }
+        if prefill.engine().known_protocol() != decode.engine().known_protocol() {
+            return Ok(None);
         }
         let protocol = self.protocol;
         let id: RequestId = self.settlement.request.clone();
@@ -350,10 +415,10 @@ impl ExchangeDriver {
         let prefill_body = protocol.prefill_body(&leg, link);
         let decode_body = protocol.decode_body(&leg, link);
         let rank = |reserved: &EngineReservation| reserved.member.rank;
-        Ok([
+        Ok(Some([
             EngineRequest { rank: rank(prefill), ..self.engine_request(request, Leg::Prefill, prefill_body) },
             EngineRequest { rank: rank(decode), ..self.engine_request(request, Leg::Decode, decode_body) },
-        ])
+        ]))
     }
 
     /// The prefill half has answered, or it never will. `None`: the decode half continues.
@@ -364,21 +429,32 @@ impl ExchangeDriver {
     ) -> Result<Option<PairOutcome>, RequestError> {
         let (attempt, engine) = &pair.prefill;
         let failed = |refusal| PairOutcome::Failed(Leg::Prefill, refusal, SettlementCause::DecodeFailed);
+        let pushes = self.protocol.write_frees_decode();
         let result = match prefilled {
             Err(error) => {
-                // The call is still open: its abort reads the reply.
-                self.record_fault(engine, Leg::Prefill, error.fault());
+                // The call is still open: its abort reads the reply. An engine that is alive may wait for a decode
+                // engine with other work.
+                if pushes || error == ProbeError::Unresponsive {
+                    self.record_fault(engine, Leg::Prefill, error.fault());
+                }
                 self.progress.timed_out = true;
                 self.apply(Event::PrefillFailed(*attempt, Failure::Unknown));
                 return Ok(Some(failed(Refusal::timed_out())));
+            }
+            // Without its blocks the write never comes: stock vLLM answers so while it shuts down.
+            Ok(PrefillResult::NoLease) if pushes => {
+                PrefillResult::Failed(Failure::Answered, Refusal::broken(), Fault::None)
             }
             Ok(result) => result,
         };
         // The reply ends the call.
         self.prefill.call = None;
         match &result {
-            PrefillResult::Leased(..) | PrefillResult::NoLease => {
-                self.record_prefill(engine, pair.sent_at.elapsed());
+            PrefillResult::Leased(..) => self.record_prefill(engine, pair.sent_at.elapsed()),
+            // The answer follows the transfer, so its time includes the decode engine's queue.
+            PrefillResult::NoLease => {
+                self.record_early_lease(engine);
+                engine.completed(Leg::Prefill);
             }
             PrefillResult::Refused(_) => self.record_refusal(engine, Leg::Prefill, pair.sent_at.elapsed()),
             PrefillResult::Failed(..) => {}
@@ -387,8 +463,17 @@ impl ExchangeDriver {
         match result {
             PrefillResult::NoLease => Ok(None),
             PrefillResult::Leased(params, ..) => {
+                let identity = PushIdentity::read(&params);
                 self.prefill.lease = Some((*attempt, params));
-                Ok(None)
+                if !pushes || identity.as_ref() == pair.identity.as_deref() {
+                    return Ok(None);
+                }
+                // Another process has the blocks than the one with which the decode engine registers.
+                if let Some(identity) = identity {
+                    engine.learned_protocol().set_identity(pair.rank, identity);
+                }
+                self.apply(Event::DecodeFailed(pair.decode.0, Failure::Unknown));
+                Ok(Some(failed(Refusal::broken())))
             }
             PrefillResult::Refused(refusal) => Err(RequestError::Refused(refusal)),
             PrefillResult::Failed(_, refusal, fault) => {
@@ -427,10 +512,13 @@ impl ExchangeDriver {
                 self.apply(Event::DecodeRefused(*attempt));
                 Err(RequestError::Refused(refusal))
             }
-            DecodeResult::Failed(failure, refusal, _class, fault) => {
+            DecodeResult::Failed(failure, refusal, class, fault) => {
                 self.progress.timed_out = refusal == Refusal::timed_out();
                 self.apply(Event::DecodeFailed(*attempt, failure));
-                self.record_fault(engine, Leg::Decode, fault);
+                // The error may be the prefill engine's. If this engine is at fault, the next pair shows it.
+                let is_first = self.attempts.engines.len() == 2;
+                let is_open = is_first && class == ErrorClass::InternalError;
+                self.record_fault(engine, Leg::Decode, if is_open { Fault::None } else { fault });
                 self.log_misconfigured(engine, Leg::Decode, &refusal);
                 let cause = match failure {
                     Failure::NotReached => SettlementCause::DecodeUnreachable,

@@ -49,7 +49,7 @@ impl Settler {
             return;
         }
         call.disable_replay();
-        if context.ends_by_write {
+        if context.ends_by_write() {
             self.read_late_reply(call, context);
             return;
         }
@@ -205,7 +205,7 @@ impl Settler {
             match settlement {
                 Settlement::ReleasePrefill(lease, cause) => {
                     let params = params.clone();
-                    if context.ends_by_write {
+                    if context.ends_by_write() {
                         self.metrics.legs.count_release(cause, ReleaseMethod::Lease);
                         continue;
                     }

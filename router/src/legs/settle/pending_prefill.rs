@@ -41,12 +41,12 @@ impl Settler {
         mut call: PrefillCall,
         timeouts: PrefillTimeouts,
         context: SettlementContext,
-        aborted: oneshot::Receiver<()>,
+        mut aborted: oneshot::Receiver<()>,
     ) {
         let engine = Arc::clone(call.engine());
         let PrefillTimeouts { sent_at, silence, probe_interval } = timeouts;
         let is_aborted = async {
-            if aborted.await.is_err() {
+            if (&mut aborted).await.is_err() {
                 // The request has ended otherwise.
                 std::future::pending::<()>().await;
             }
@@ -71,8 +71,13 @@ impl Settler {
             }
             Some(Err(_unresponsive)) => (Event::PrefillFailed(attempt, Failure::Unknown), None, Some(call)),
         };
+        let is_unknown = matches!(event, Event::PrefillFailed(_, Failure::Unknown));
         let now = self.clock.now();
         let step = context.exchange.lock().unwrap_or_else(PoisonError::into_inner).apply(event, now);
+        if step.settlements.is_empty() && is_unknown && aborted.try_recv().is_ok() {
+            // The driver's abort came after the failure, and has found no call.
+            self.abort(Arc::clone(&engine), Leg::Prefill, context.clone());
+        }
         for settlement in step.settlements {
             let (engine, context) = (Arc::clone(&engine), context.clone());
             match (settlement, unread.take()) {

@@ -38,8 +38,13 @@ async fn settlements_of_a_panicked_worker_are_made_by_another() {
     for _ in 0..3 {
         let exchange = Arc::new(Mutex::new(Exchange::new()));
         let request = crate::message::request_id::generate();
-        let context =
-            SettlementContext { request, exchange, model: None, authorization: None, ends_by_write: false };
+        let context = SettlementContext {
+            request,
+            exchange,
+            model: None,
+            authorization: None,
+            ends_by_write: Arc::default(),
+        };
         settler.abort(Arc::clone(&engine), Leg::Decode, context);
     }
     assert_eq!(settler.backlog().waiting(), 3);

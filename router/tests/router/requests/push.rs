@@ -105,3 +105,62 @@ async fn a_failed_push_forgets_the_identity() {
     assert!(sequential.count() >= 2, "the next pair waits for a reply");
     assert!(last >= 2);
 }
+
+#[tokio::test]
+async fn a_reply_of_another_process_ends_the_pair() {
+    let mut other = reply();
+    other["remote_engine_id"] = json!("e-2");
+    let p = FakeEngine::scripted(vec![
+        Action::Reply(reply()),
+        Action::Reply(other.clone()),
+        Action::Reply(other),
+    ])
+    .await
+    .without_verbs();
+    let d = decode(vec![Action::Whole(1), Action::Hang, Action::Whole(1)]).await;
+    let system = learned(&p, &[&d]).await;
+    let answer = post(system.address, "/v1/completions", &completion(false)).await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    d.wait("the end of the first decode leg", |d| d.cut() == 1).await;
+    assert_eq!(d.received()[2].body["kv_transfer_params"]["remote_request_id"], "cmpl-x-0-1234abcd");
+    system.settled().await;
+}
+
+#[tokio::test]
+async fn a_prefill_without_blocks_ends_the_pair() {
+    let empty = Action::Json(json!({"id": "p", "choices": [{"text": "", "finish_reason": "abort"}]}));
+    let p = FakeEngine::scripted(vec![Action::Reply(reply()), empty, Action::Reply(reply())])
+        .await
+        .without_verbs();
+    let d = decode(vec![Action::Whole(1), Action::Hang, Action::Whole(1)]).await;
+    let system = learned(&p, &[&d]).await;
+    let answer = post(system.address, "/v1/completions", &completion(false)).await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    system.settled().await;
+}
+
+#[tokio::test]
+async fn several_choices_and_responses_are_not_pushed() {
+    let p = prefill(Action::Reply(reply())).await;
+    let d = decode(vec![Action::Whole(1)]).await;
+    let system = learned(&p, &[&d]).await;
+    let mut choices = completion(false);
+    choices["n"] = json!(2);
+    assert_eq!(post(system.address, "/v1/completions", &choices).await.status, 200);
+    let body = json!({"model": "m", "input": "x"});
+    assert_eq!(post(system.address, "/v1/responses", &body).await.status, 200);
+    assert_eq!(p.received().len(), 1, "only the first request has a prefill leg");
+    assert!(d.received()[1..].iter().all(|leg| leg.body.get("kv_transfer_params").is_none()));
+    system.settled().await;
+}
+
+#[tokio::test]
+async fn without_a_prefill_engine_a_push_falls_back_to_the_decode_engine() {
+    let p = prefill(Action::Reply(reply())).await;
+    let d = decode(vec![Action::Whole(1)]).await;
+    let system = learned(&p, &[&d]).await;
+    p.die().await;
+    let answer = post(system.address, "/v1/completions", &completion(false)).await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    system.settled().await;
+}

@@ -351,3 +351,29 @@ async fn the_only_decode_engine_gets_a_second_pair_after_an_error() {
     system.settled().await;
     assert_ne!(rid(&d, 0), rid(&d, 1));
 }
+
+#[tokio::test]
+async fn a_response_of_the_responses_api_waits_for_the_prefill_engine() {
+    let created =
+        "event: response.created\ndata: {\"type\":\"response.created\",\"response\":{}}\n\n".to_owned();
+    let refusal = json!({"object": "error", "message": "too long", "type": "BadRequestError", "code": 400});
+    let p = FakeEngine::always(Action::Hang).await;
+    let p = p.with_rule(sglang("prefill", Action::Refuse(400, refusal)));
+    let d = engine("decode", Action::Frames(vec![created], false)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
+    let body = json!({"model": "m", "input": "x", "stream": true});
+    let answer = post(system.address, "/v1/responses", &body).await;
+    assert_eq!(answer.status, 400, "{}", answer.text());
+    system.settled().await;
+}
+
+#[tokio::test]
+async fn concurrent_first_requests_wait_for_the_same_query() {
+    let (p, d) = (prefill().await, engine("decode", Action::Whole(3)).await);
+    let system = TestRouter::start(&[&p], &[&d]).await;
+    let body = completion(false);
+    let answers =
+        futures::future::join_all((0..8).map(|_| post(system.address, "/v1/completions", &body))).await;
+    assert!(answers.iter().all(|answer| answer.status == 200));
+    assert!(d.received().iter().all(|leg| leg.body["bootstrap_room"].is_u64()));
+}
