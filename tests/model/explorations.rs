@@ -179,12 +179,9 @@ const PAIR: Bounds = Bounds { clients_cancel: true, refusals: true, ..Bounds::PL
 /// Takes seconds.
 pub(crate) const PAIRS_SMALL: &[(&str, Bounds)] = &[
     ("pairs: one request, two of each engine, no fault", Bounds { prefill: 2, decode: 2, ..PAIR }),
-    ("pairs: one request, one of each engine, one fault", Bounds { faults: 1, ..PAIR }),
     ("pairs: one request, two Ds, one fault", Bounds { decode: 2, faults: 1, ..Bounds::PLAIN }),
-    (
-        "pairs: two requests for one page of one D, no fault",
-        Bounds { requests: 2, clients_cancel: false, ..PAIR },
-    ),
+    ("pairs: one request, one of each engine, one fault", Bounds { faults: 1, ..Bounds::PLAIN }),
+    ("pairs: two requests for one page of one D", Bounds { requests: 2, refusals: false, ..PAIR }),
 ];
 
 pub(crate) const PAIRS_FULL: &[(&str, Bounds)] = &[
@@ -192,8 +189,9 @@ pub(crate) const PAIRS_FULL: &[(&str, Bounds)] = &[
         "pairs: one request, two of each engine, one fault",
         Bounds { prefill: 2, decode: 2, faults: 1, ..PAIR },
     ),
-    ("pairs: one request, one of each engine, two faults", Bounds { faults: 2, ..PAIR }),
-    ("pairs: two requests for one page of one D, no fault", Bounds { requests: 2, ..PAIR }),
+    ("pairs: one request, one of each engine, one fault", Bounds { faults: 1, ..PAIR }),
+    ("pairs: one request, one of each engine, two faults", Bounds { faults: 2, ..Bounds::PLAIN }),
+    ("pairs: two requests for one page of one D", Bounds { requests: 2, refusals: false, ..PAIR }),
 ];
 
 /// Everything at once: too large to explore, so random runs are made.

@@ -137,17 +137,20 @@ impl PairModel {
         }
         // Engines may lack capacity at any choice.
         push(PairInput::NotAdmitted);
-        if !may_send {
+        if !may_send || !view.sent.is_empty() {
             push(PairInput::GiveUp);
         }
     }
 
-    /// Engines that have not failed the request. Engines without any leg are alike, so one of them stands for all.
+    /// Engines that have not failed the request. If every decode engine has, one of them is tried again. Engines without
+    /// any leg are alike, so one of them stands for all.
     fn candidates(&self, state: &PairState, view: &PairRouter, leg: Leg) -> Vec<u8> {
         let engines = if leg == Leg::Prefill { self.bounds.prefill } else { self.bounds.decode };
         let unused = (0..engines).find(|&engine| state.at_engine(leg, engine).next().is_none());
+        let failed = view.failed[leg as usize];
+        let again = leg == Leg::Decode && (0..engines).all(|engine| failed[usize::from(engine)]);
         (0..engines)
-            .filter(|&engine| !view.failed[leg as usize][usize::from(engine)])
+            .filter(|&engine| again || !failed[usize::from(engine)])
             .filter(|&engine| state.at_engine(leg, engine).next().is_some() || unused == Some(engine))
             .collect()
     }
