@@ -211,7 +211,7 @@ impl ExchangeDriver {
                 return Ok(DecodeOutcome::Failed { refusal: Refusal::broken(), class, reached: true });
             }
         };
-        // The engine's own time begins with the end of the prefill.
+        // The prefill's end begins the engine's own time.
         let began_at = tail.as_ref().map_or(sent_at, |tail| sent_at.max(tail.end_time()));
         self.prefill.tail = tail;
         Ok(match result {
@@ -231,11 +231,10 @@ impl ExchangeDriver {
                 self.apply(Event::DecodeFailed(attempt, failure));
                 DecodeOutcome::Failed { refusal, class: ErrorClass::HandoffSpent, reached: true }
             }
-            DecodeResult::Failed(failure, refusal, mut class, fault) => {
+            DecodeResult::Failed(failure, refusal, class, fault) => {
                 // The write of a pushed handoff goes to the first engine that registered for it.
-                if self.protocol.write_frees_decode() && failure != Failure::NotReached {
-                    class = ErrorClass::HandoffSpent;
-                }
+                let is_pushed = self.protocol.write_frees_decode() && failure != Failure::NotReached;
+                let class = if is_pushed { ErrorClass::HandoffSpent } else { class };
                 self.progress.timed_out = refusal == Refusal::timed_out();
                 self.apply(Event::DecodeFailed(attempt, failure));
                 self.record_fault(&engine, Leg::Decode, fault);

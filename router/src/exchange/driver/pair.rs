@@ -1,6 +1,7 @@
 //! Both legs at once, for protocols whose engines exchange the blocks by themselves. A failed leg ends the other one,
 //! and the next attempt is a new pair under a new id.
 
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -62,6 +63,16 @@ enum PairOutcome {
     Accepted(DecodeResponse),
     /// The leg failed; another pair may be tried.
     Failed(Leg, Refusal, SettlementCause),
+}
+
+/// The time limits of a pair.
+#[derive(Clone, Copy)]
+struct PairTimeouts {
+    prefill: PrefillTimeouts,
+    /// For the decode engine's acceptance.
+    first_byte: Duration,
+    /// For its acceptance after the prefill engine's answer.
+    after_prefill: Duration,
 }
 
 /// What happens first while both legs are open.
@@ -270,14 +281,7 @@ impl ExchangeDriver {
             rank: prefill.member.rank,
             load: decode.load,
         };
-        let bounds = request.model.bounds;
-        let probe_interval = Duration::from_millis(self.generation.config.timeouts.liveness_probe_ms);
-        // The decode engine waits for the prefill, which has a time limit of its own.
-        let first_byte = bounds.decode_first_byte.saturating_add(bounds.prefill_silence);
-        // An answer that follows the transfer waits for the decode engine too.
-        let pushes = self.protocol.write_frees_decode();
-        let silence = if pushes { bounds.prefill_silence } else { first_byte };
-        let timeouts = PrefillTimeouts { sent_at: pair.sent_at, silence, probe_interval };
+        let times = self.pair_timeouts(request, pair.sent_at);
         self.apply(Event::PrefillSent(pair.prefill.0));
         let call = PrefillCall::start(pair.prefill.0, prefill.load, prefill_request);
         let call = self.prefill.call.insert(call);
@@ -292,37 +296,40 @@ impl ExchangeDriver {
             return Ok(outcome);
         }
         self.apply(Event::DecodeSent(pair.decode.0));
-        let decode_engine = Arc::clone(&pair.decode.1);
-        let response = decode::ask(&decode_engine, &decode_request, first_byte, probe_interval, None, || ());
+        self.follow_pair(session, request, pair, &decode_request, times).await
+    }
+
+    fn pair_timeouts(&self, request: &ClientRequest, sent_at: Instant) -> PairTimeouts {
+        let bounds = request.model.bounds;
+        let probe_interval = Duration::from_millis(self.generation.config.timeouts.liveness_probe_ms);
+        // The decode engine waits for the prefill, which has a time limit of its own.
+        let first_byte = bounds.decode_first_byte.saturating_add(bounds.prefill_silence);
+        // An answer that follows the transfer waits for the decode engine too. A decode engine that has not registered
+        // within a pushing engine's lease waits for ever.
+        let (silence, after_prefill) = match self.protocol.write_frees_decode() {
+            true => (bounds.prefill_silence, PUSH_WAIT),
+            false => (first_byte, first_byte),
+        };
+        let prefill = PrefillTimeouts { sent_at, silence, probe_interval };
+        PairTimeouts { prefill, first_byte, after_prefill }
+    }
+
+    /// Waits for both legs of a pair that was sent.
+    async fn follow_pair(
+        &mut self,
+        session: &mut Session,
+        request: &ClientRequest,
+        pair: Pair,
+        decode_request: &EngineRequest,
+        times: PairTimeouts,
+    ) -> Result<PairOutcome, RequestError> {
+        let engine = Arc::clone(&pair.decode.1);
+        let PairTimeouts { first_byte, prefill: PrefillTimeouts { probe_interval, .. }, .. } = times;
+        let response = decode::ask(&engine, decode_request, first_byte, probe_interval, None, || ());
         let mut response = std::pin::pin!(response);
         loop {
             let call = self.prefill.call.as_mut();
-            let next = async {
-                let Some(call) = call else {
-                    // A decode engine that has not registered within the lease waits for ever.
-                    let bound = if pushes { PUSH_WAIT } else { first_byte };
-                    return match tokio::time::timeout(bound, response.as_mut()).await {
-                        Ok(decoded) => PairEvent::Decode(decoded),
-                        Err(_elapsed) => PairEvent::Decode(DecodeResult::Failed(
-                            Failure::Unknown,
-                            Refusal::timed_out(),
-                            ErrorClass::Retryable,
-                            Fault::None,
-                        )),
-                    };
-                };
-                let prefilled = wait_while_alive(
-                    &pair.prefill.1,
-                    probe_interval,
-                    timeouts.silence,
-                    call.receive_response(),
-                );
-                tokio::select! {
-                    biased;
-                    prefilled = prefilled => PairEvent::Prefill(prefilled),
-                    decoded = response.as_mut() => PairEvent::Decode(decoded),
-                }
-            };
+            let next = next_event(call, response.as_mut(), &pair.prefill.1, times);
             match race(session, next).await {
                 Err(ClientGone) => return Err(self.cancel()),
                 Ok(PairEvent::Prefill(prefilled)) => {
@@ -331,10 +338,10 @@ impl ExchangeDriver {
                     }
                 }
                 Ok(PairEvent::Decode(DecodeResult::Accepted(reply))) => {
-                    if let Some(outcome) = self.await_prefill(session, request, &pair, timeouts).await? {
+                    if let Some(outcome) = self.await_prefill(session, request, &pair, times.prefill).await? {
                         return Ok(outcome);
                     }
-                    return Ok(PairOutcome::Accepted(self.accept_pair(pair, reply, timeouts)));
+                    return Ok(PairOutcome::Accepted(self.accept_pair(pair, reply, times.prefill)));
                 }
                 Ok(PairEvent::Decode(decoded)) => {
                     if let Some(prefilled) = self.prefill_failure(&decoded).await
@@ -527,5 +534,29 @@ impl ExchangeDriver {
                 Ok(PairOutcome::Failed(Leg::Decode, refusal, cause))
             }
         }
+    }
+}
+
+/// The next answer of a leg. `call` is the prefill leg, until it has answered.
+async fn next_event(
+    call: Option<&mut PrefillCall>,
+    response: Pin<&mut impl Future<Output = DecodeResult>>,
+    prefill: &Arc<Engine>,
+    times: PairTimeouts,
+) -> PairEvent {
+    let Some(call) = call else {
+        let decoded = tokio::time::timeout(times.after_prefill, response).await;
+        return PairEvent::Decode(decoded.unwrap_or_else(|_elapsed| {
+            let refusal = Refusal::timed_out();
+            DecodeResult::Failed(Failure::Unknown, refusal, ErrorClass::Retryable, Fault::None)
+        }));
+    };
+    let PrefillTimeouts { silence, probe_interval, .. } = times.prefill;
+    tokio::select! {
+        biased;
+        prefilled = wait_while_alive(prefill, probe_interval, silence, call.receive_response()) => {
+            PairEvent::Prefill(prefilled)
+        }
+        decoded = response => PairEvent::Decode(decoded),
     }
 }
