@@ -4,6 +4,7 @@
 use std::fs;
 use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
@@ -58,6 +59,16 @@ impl DoctorSetup {
         router.wait_ready();
         let at = |name: &str| router.fact(name).replace("0.0.0.0", "http://127.0.0.1");
         let (url, admin) = (at("http"), at("admin"));
+        // The first health checks of the engines may take a while.
+        let ready = format!("{url}/ready");
+        let is_ready = || {
+            let health = Command::new(env!("CARGO_BIN_EXE_baton")).args(["health", &ready]).output();
+            health.is_ok_and(|health| health.status.success())
+        };
+        let begun = Instant::now();
+        while !is_ready() {
+            assert!(begun.elapsed() < Duration::from_secs(60), "the router has engines");
+        }
         Self { _processes: engines.into_iter().chain([router]).collect(), url, admin }
     }
 
