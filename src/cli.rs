@@ -259,6 +259,14 @@ pub(crate) struct EngineArgs {
     /// File with the cluster secret; required beyond loopback
     #[arg(long, value_name = "FILE", env = "BATON_CLUSTER_SECRET_FILE")]
     pub(crate) cluster_secret_file: Option<PathBuf>,
+    /// File with a second cluster secret that is accepted too, for a rotation
+    #[arg(
+        long,
+        value_name = "FILE",
+        env = "BATON_PREVIOUS_CLUSTER_SECRET_FILE",
+        requires = "cluster_secret_file"
+    )]
+    pub(crate) previous_cluster_secret_file: Option<PathBuf>,
     /// Seconds until a client whose host acknowledges nothing counts as gone: 1 or more, or 0 for the
     /// system's own limit
     #[arg(long, value_name = "SECONDS", default_value_t = 20.0)]

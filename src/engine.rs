@@ -1,6 +1,6 @@
 //! `baton engine`.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use baton_connector::layout::KvDtype;
@@ -101,7 +101,10 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     options.threads = args.threads;
     options.pace = args.pace_ms.map(Duration::from_millis);
     options.device_fails_after = args.device_fails_after;
-    options.cluster_secret = args.cluster_secret_file.as_deref().map(secret).transpose()?;
+    let secret = |path: Option<PathBuf>, flag| path.map(|path| secret(&path, flag)).transpose();
+    options.cluster_secret = secret(args.cluster_secret_file, "--cluster-secret-file")?;
+    options.previous_cluster_secret =
+        secret(args.previous_cluster_secret_file, "--previous-cluster-secret-file")?;
     options.client_lost = seconds(args.client_lost, "--client-lost")?;
     if !(options.client_lost.is_zero() || CLIENT_LOST.contains(&options.client_lost)) {
         return Err("--client-lost must be 0, or from 1 to 3600 seconds".into());
@@ -154,8 +157,8 @@ fn seconds(value: f64, flag: &str) -> Result<Duration, Failure> {
 }
 
 /// Reads the first line of the file.
-fn secret(path: &Path) -> Result<String, Failure> {
-    let wrong = |what: String| format!("--cluster-secret-file {}: {what}", path.display());
+fn secret(path: &Path, flag: &str) -> Result<String, Failure> {
+    let wrong = |what: String| format!("{flag} {}: {what}", path.display());
     let text = std::fs::read_to_string(path).map_err(|error| wrong(error.to_string()))?;
     let line = text.lines().next().unwrap_or_default().trim();
     if line.is_empty() {

@@ -11,7 +11,7 @@ use baton_connector::limits::RANKS_MAX;
 use baton_connector::region::Region;
 use baton_connector::slice::Geometry;
 use baton_connector_leases::service::LeaseService;
-use baton_connector_tcp::Secret;
+use baton_connector_tcp::{Secret, SecretTooShort};
 use baton_openai::ParseLimits;
 use tokio_util::sync::CancellationToken;
 
@@ -29,7 +29,7 @@ use crate::model::weights::Weights;
 use crate::run::options::{EngineOptions, StartError, system};
 use crate::run::random::random_bytes;
 use crate::run::rank::{RankContext, RunningRank};
-use crate::server::{BlockFormat, BodyBudgets, ClusterSecret, Frontend, ServedModel, is_loopback, serve};
+use crate::server::{BlockFormat, BodyBudgets, Frontend, ServedModel, is_loopback, serve};
 
 /// Engine cores of one process.
 const DATA_PARALLEL_MAX: usize = 64;
@@ -107,14 +107,13 @@ impl Engine {
             vocab,
             capacity: running[0].capacity,
         };
-        let secret = options.cluster_secret.as_deref().zip(secret);
         let frontend = Arc::new(Frontend {
             model,
             role: options.role,
             load_failure: options.kv_load_failure_policy,
             blocks: BlockFormat { fingerprint, geometry: running[0].cache.geometry },
             limits: ParseLimits { vocab: u32::try_from(vocab).ok(), ..ParseLimits::default() },
-            secret: secret.map(|(text, key)| ClusterSecret { text: text.into(), key }),
+            secret,
             cores: running.iter().map(|running| Arc::clone(&running.core)).collect(),
             metrics,
             log: Arc::clone(&common.log),
@@ -365,8 +364,17 @@ fn check(options: &EngineOptions) -> Result<Option<Secret>, StartError> {
             "listening beyond loopback needs --cluster-secret-file: without a secret any host could release or read KV blocks",
         );
     }
-    let secret = options.cluster_secret.as_ref().map(|text| Secret::new(text.as_bytes()));
-    secret.transpose().map_err(|error| StartError::Options(error.to_string()))
+    if options.previous_cluster_secret.is_some() && options.cluster_secret.is_none() {
+        return wrong("--previous-cluster-secret-file needs --cluster-secret-file");
+    }
+    let secret = options.cluster_secret.as_ref().map(|text| {
+        let secret = Secret::new(text.as_bytes())?;
+        match &options.previous_cluster_secret {
+            Some(previous) => secret.with_previous(previous.as_bytes()),
+            None => Ok(secret),
+        }
+    });
+    secret.transpose().map_err(|error: SecretTooShort| StartError::Options(error.to_string()))
 }
 
 fn load(

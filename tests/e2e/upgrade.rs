@@ -1,4 +1,5 @@
-//! Routers and engines are replaced under load, one after the other: no request fails, and no lease expires.
+//! Routers and engines are replaced under load, one after the other, also with another cluster secret: no request
+//! fails, and no lease expires.
 //!
 //! `BATON_UPGRADE_SECONDS=60 cargo test --test e2e upgrade` runs for longer than the default.
 
@@ -34,8 +35,29 @@ fn started(name: &str, arguments: &[&str], folder: &Path) -> Process {
 }
 
 fn engine(name: &str, role: &str, listen: &str, folder: &Path) -> Process {
+    engine_with(name, role, listen, folder, &[])
+}
+
+fn engine_with(name: &str, role: &str, listen: &str, folder: &Path, options: &[&str]) -> Process {
     let place = ["engine", "--role", role, "--listen", listen, "--side-channel", "127.0.0.1:0"];
-    started(name, &[&place, ["--kv-cache-mib", "32", "--threads", "1"].as_slice()].concat(), folder)
+    started(name, &[&place, ["--kv-cache-mib", "32", "--threads", "1"].as_slice(), options].concat(), folder)
+}
+
+/// Ends an engine, starts its successor at the same address, and waits until the router uses it, as an operator does.
+fn replace(engine: &mut Process, admin: &str, role: &str, start: impl FnOnce(&str) -> Process) {
+    let place = engine.fact("http");
+    nothing_expired(&place);
+    engine.signal(Signal::Terminate);
+    engine.ends_well(ENDS_WITHIN);
+    *engine = start(&place);
+    eventually(PATIENCE, "the router uses the engine again", || {
+        let shown = ask(admin, "/engines").json();
+        let all = shown["engines"].as_array().expect("engines");
+        let ours = all.iter().find(|one| one["engine"] == place.as_str()).expect("it is in the list");
+        // Without load a trial does not end.
+        let used = ["usable", "trial"].map(Value::from).contains(&ours["legs"][role]["standing"]);
+        if used { Ok(()) } else { Err(ours.to_string()) }
+    });
 }
 
 fn router(name: &str, folder: &Path) -> Process {
@@ -111,20 +133,9 @@ fn routers_and_engines_are_replaced_under_load_and_no_request_fails() {
         }
         if let Some(role) = ROLES.get(step) {
             next();
-            let place = engines[step].fact("http");
-            nothing_expired(&place);
-            engines[step].signal(Signal::Terminate);
-            engines[step].ends_well(ENDS_WITHIN);
-            engines[step] = engine(&format!("{role}-{step}-again"), role, &place, folder.path());
-            // As an operator does: the next engine only after the router uses this one again.
-            eventually(PATIENCE, "the router uses the engine again", || {
-                let shown = ask(&admin, "/engines").json();
-                let all = shown["engines"].as_array().expect("engines");
-                let ours = all.iter().find(|one| one["engine"] == place.as_str()).expect("it is in the list");
-                // Without load a trial does not end.
-                let used = ["usable", "trial"].map(Value::from).contains(&ours["legs"][role]["standing"]);
-                if used { Ok(()) } else { Err(ours.to_string()) }
-            });
+            let name = format!("{role}-{step}-again");
+            let successor = |place: &str| engine(&name, role, place, folder.path());
+            replace(&mut engines[step], &admin, role, successor);
         }
     }
     let output = load.wait_with_output().expect("the load ends");
@@ -154,6 +165,91 @@ fn routers_and_engines_are_replaced_under_load_and_no_request_fails() {
     front.signal(Signal::Terminate);
     front.ends_well(ENDS_WITHIN);
     assert!(!folder.path().join("handover").exists(), "it waits there no longer");
+}
+
+/// The engines accept both secrets, the router sends the new one, and the engines drop the old one.
+#[test]
+fn the_cluster_secret_is_rotated_under_load_and_no_request_fails() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let [old, new] = ["the secret before the rotation", "the secret after the rotation"];
+    let file = |name: &str, secret: &str| {
+        std::fs::write(folder.path().join(name), secret).expect("a file");
+        folder.path().join(name).to_str().expect("a path").to_owned()
+    };
+    let (sent, old_file, new_file) = (file("sent", old), file("old", old), file("new", new));
+    let options: [&[&str]; 3] = [
+        &["--cluster-secret-file", &old_file],
+        &["--cluster-secret-file", &new_file, "--previous-cluster-secret-file", &old_file],
+        &["--cluster-secret-file", &new_file],
+    ];
+    let at = |n: usize, round: usize, place: &str| {
+        let name = format!("{}-{n}-{round}", ROLES[n]);
+        engine_with(&name, ROLES[n], place, folder.path(), options[round])
+    };
+    let mut engines: Vec<Process> = (0..ROLES.len()).map(|n| at(n, 0, "127.0.0.1:0")).collect();
+    let url = |n: usize| json!({"url": format!("http://{}", engines[n].fact("http"))});
+    let config = json!({
+        "listen": "127.0.0.1:0", "admin": {"listen": "127.0.0.1:0"}, "reload": {"poll_ms": 20},
+        "health": {"active": {"interval_ms": 200}}, "cluster_secret_file": sent,
+        "models": [{
+            "name": engines[0].fact("model"), "fallback": "aggregate",
+            "prefill": {"engines": [url(0), url(1)]}, "decode": {"engines": [url(2), url(3)]},
+        }],
+    });
+    file("router.yaml", &config.to_string());
+    let mut front = router("router", folder.path());
+    let (http, admin) = (front.fact("http"), front.fact("admin"));
+    let over = AtomicBool::new(false);
+    let load = || -> Result<(), String> {
+        while !over.load(Ordering::Relaxed) {
+            let ask = GenerateRequest::fresh(96).tokens(24);
+            let reply = PendingCall::new(&http, "POST", ask.path, ask.body.to_string().as_bytes()).reply();
+            if reply.status != 200 {
+                return Err(format!("{}: {}", reply.status, reply.text()));
+            }
+        }
+        Ok(())
+    };
+    let showing = |engine: &Process, secret: &str| {
+        let header = format!("x-baton-cluster-secret: {secret}\r\n");
+        let call = PendingCall::try_with(&engine.fact("http"), "GET", "/debug/kv", &header, b"");
+        call.expect("it listens").reply().status
+    };
+    std::thread::scope(|scope| {
+        let clients: Vec<_> = (0..3).map(|_| scope.spawn(load)).collect();
+        let mut rounds = || {
+            for round in [1, 2] {
+                for (n, engine) in engines.iter_mut().enumerate() {
+                    replace(engine, &admin, ROLES[n], |place| at(n, round, place));
+                    let accepted = [old, new].map(|secret| showing(engine, secret));
+                    assert_eq!(accepted, if round == 1 { [200, 200] } else { [401, 200] });
+                }
+                if round == 1 {
+                    file("sent", new);
+                    eventually(PATIENCE, "the router sends the new secret", || {
+                        let metrics = String::from_utf8_lossy(&ask(&admin, "/metrics").body).into_owned();
+                        let generation = metric(&metrics, "baton_router_config_generation", "");
+                        if generation == 2.0 { Ok(()) } else { Err(generation.to_string()) }
+                    });
+                }
+            }
+        };
+        // A failed assertion ends the load too, and then the test.
+        let rotated = std::panic::catch_unwind(std::panic::AssertUnwindSafe(&mut rounds));
+        over.store(true, Ordering::Relaxed);
+        for client in clients {
+            client.join().expect("it does not panic").expect("every request succeeds");
+        }
+        rotated.expect("the secret is rotated");
+    });
+    let metrics = String::from_utf8_lossy(&ask(&admin, "/metrics").body).into_owned();
+    for leg in ["prefill", "decode"] {
+        let labels = format!("leg=\"{leg}\"");
+        assert_eq!(metric(&metrics, "baton_router_misconfigured_total", &labels), 0.0, "{leg}");
+    }
+    engines.iter().for_each(|engine| nothing_expired(&engine.fact("http")));
+    front.signal(Signal::Terminate);
+    front.ends_well(ENDS_WITHIN);
 }
 
 /// An operator's drain order belongs to the deployment, not to the process: the next router applies it too.

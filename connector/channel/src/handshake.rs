@@ -13,20 +13,24 @@
 //! which may expose more. A listener may serve several transports, and the service field selects one. A producer
 //! refuses an unknown service before any proof. Without a secret, which is allowed only within one machine, proofs are
 //! zeros.
+//!
+//! During a rotation an end may accept two secrets. The last eight bytes of the Hello's nonce are a code of the other
+//! bytes. They select the producer's secret, or else its current one. The consumer answers with the secret of the
+//! Welcome's proof. So two ends agree if the current secret of one is accepted by the other.
 
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use baton_connector::Epoch;
-use baton_connector::transport::{Peer, TransportError};
-use hmac::Mac;
-
 use crate::Secret;
 use crate::socket::{ChannelError, ChannelSocket, WaitLimit};
+use baton_connector::Epoch;
+use baton_connector::transport::{Peer, TransportError};
 
 const MAGIC: [u8; 8] = *b"BATON-KV";
 const VERSION: u16 = 2;
 const NONCE_BYTES: usize = 32;
+/// The random bytes of a Hello's nonce. Its other bytes select the secret: 64 bits, so that no two secrets collide.
+const RANDOM_BYTES: usize = NONCE_BYTES - 8;
 const PROOF_BYTES: usize = 32;
 const HELLO_BYTES: usize = 8 + 2 + 1 + 1 + NONCE_BYTES + 8 + 8;
 const WELCOME_HEAD_BYTES: usize = 8 + 2 + 1 + 1 + NONCE_BYTES;
@@ -34,6 +38,7 @@ const WELCOME_BYTES: usize = WELCOME_HEAD_BYTES + PROOF_BYTES;
 
 const PRODUCER: &[u8] = b"baton-kv producer";
 const CONSUMER: &[u8] = b"baton-kv consumer";
+const SELECTION: &[u8] = b"baton-kv secret";
 
 const ADMITTED: u8 = 0;
 const GONE: u8 = 1;
@@ -180,13 +185,30 @@ pub struct Credentials<'a> {
 impl Credentials<'_> {
     fn proof(&self, role: &[u8], hello: &[u8], head: &[u8]) -> [u8; PROOF_BYTES] {
         let parts = [role, self.transport.as_bytes(), hello, head];
-        self.secret.map_or([0; PROOF_BYTES], |secret| secret.mac(&parts).finalize().into_bytes().into())
+        self.secret.map_or([0; PROOF_BYTES], |secret| secret.authenticate(&parts))
     }
 
-    /// Compares in constant time.
-    fn verify(&self, role: &[u8], hello: &[u8], head: &[u8], proof: &[u8]) -> bool {
+    /// The accepted secret of this proof. Compares in constant time.
+    fn maker_of(&self, role: &[u8], hello: &[u8], head: &[u8], proof: &[u8; PROOF_BYTES]) -> Option<Secret> {
         let parts = [role, self.transport.as_bytes(), hello, head];
-        self.secret.is_none_or(|secret| secret.mac(&parts).verify_slice(proof).is_ok())
+        self.secret.and_then(|secret| secret.maker_of(&parts, proof))
+    }
+
+    /// The nonce of a Hello, which selects the current secret.
+    fn selecting_nonce(&self) -> Result<[u8; NONCE_BYTES], getrandom::Error> {
+        let mut nonce = nonce()?;
+        let (random, selection) = nonce.split_at_mut(RANDOM_BYTES);
+        if let Some(secret) = self.secret {
+            selection
+                .copy_from_slice(&secret.authenticate(&[SELECTION, random])[..NONCE_BYTES - RANDOM_BYTES]);
+        }
+        Ok(nonce)
+    }
+
+    /// The accepted secret that the nonce of a Hello selects.
+    fn selected_by(&self, nonce: &[u8]) -> Option<Secret> {
+        let (random, selection) = nonce.split_at(RANDOM_BYTES);
+        self.secret.and_then(|secret| secret.maker_of(&[SELECTION, random], selection))
     }
 }
 
@@ -256,6 +278,8 @@ pub(crate) fn accept<'a>(
         refuse(socket, NOT_SERVED)?;
         return Err(HandshakeError::Service);
     };
+    let selected = credentials.selected_by(&hello[12..44]);
+    let credentials = Credentials { secret: selected.as_ref().or(credentials.secret), ..credentials };
     let head = head(with_secret, service.welcome_status(), nonce);
     let mut welcome = [0; WELCOME_BYTES];
     welcome[..WELCOME_HEAD_BYTES].copy_from_slice(&head);
@@ -264,7 +288,8 @@ pub(crate) fn accept<'a>(
 
     let mut theirs = [0; PROOF_BYTES];
     socket.receive(&mut theirs, until)?;
-    let (status, result) = if !credentials.verify(CONSUMER, &hello, &head, &theirs) {
+    let proven = credentials.maker_of(CONSUMER, &hello, &head, &theirs).is_some();
+    let (status, result) = if proven != with_secret {
         (UNAUTHENTICATED, Err(HandshakeError::Unauthenticated))
     } else if u64_at(&hello, 44) != epoch.0 {
         (GONE, Err(HandshakeError::Epoch))
@@ -288,7 +313,7 @@ pub fn initiate(
     stop: &AtomicBool,
 ) -> Result<(), ConnectError> {
     let until = WaitLimit::deadline(stop, Instant::now() + socket.silence());
-    let nonce = nonce().map_err(ConnectError::unreachable)?;
+    let nonce = credentials.selecting_nonce().map_err(ConnectError::unreachable)?;
     let with_secret = credentials.secret.is_some();
     let mut hello = [0; HELLO_BYTES];
     hello[..WELCOME_HEAD_BYTES].copy_from_slice(&head(with_secret, credentials.service.byte(), nonce));
@@ -298,7 +323,7 @@ pub fn initiate(
 
     let mut welcome = [0; WELCOME_BYTES];
     socket.receive(&mut welcome, until)?;
-    let (head, theirs) = welcome.split_at(WELCOME_HEAD_BYTES);
+    let (head, theirs) = welcome.split_last_chunk().expect("a Welcome ends with a proof");
     if head[..8] != MAGIC {
         return Err(ConnectError::unreachable("not a baton producer"));
     }
@@ -321,9 +346,11 @@ pub fn initiate(
         }
     }
     let shared = (head[10] != 0) == with_secret;
-    if version(head) != VERSION || !shared || !credentials.verify(PRODUCER, &hello, head, theirs) {
+    let maker = credentials.maker_of(PRODUCER, &hello, head, theirs);
+    if version(head) != VERSION || !shared || maker.is_some() != with_secret {
         return Err(ConnectError::unreachable("the producer did not prove that it knows the cluster secret"));
     }
+    let credentials = Credentials { secret: maker.as_ref(), ..credentials };
     socket.send(&credentials.proof(CONSUMER, &hello, head), until)?;
 
     let mut status = [0];
@@ -352,6 +379,15 @@ mod tests {
         (there, service): (&'static str, Service),
     ) -> (Result<Service, HandshakeError>, Result<(), ConnectError>) {
         let secret = Secret::new(b"a secret of the cluster").expect("long enough");
+        handshake_with([&secret; 2], here, (there, service))
+    }
+
+    /// As [`handshake`], with the secrets of producer and consumer.
+    fn handshake_with(
+        [ours, theirs]: [&Secret; 2],
+        here: &'static str,
+        (there, service): (&'static str, Service),
+    ) -> (Result<Service, HandshakeError>, Result<(), ConnectError>) {
         let go = AtomicBool::new(false);
         let (producer, consumer) = UnixStream::pair().expect("a pair");
         let socket = |stream: UnixStream| {
@@ -361,7 +397,7 @@ mod tests {
         let served = |service| {
             let transport = if service == Service::Nixl { "nixl" } else { here };
             let offered = here == "both" || service == Service::ListenerDefault;
-            offered.then_some(Credentials { secret: Some(&secret), transport, service })
+            offered.then_some(Credentials { secret: Some(ours), transport, service })
         };
         let peer = Peer { address: ([127, 0, 0, 1], 1).into(), epoch: Epoch(1), fingerprint: 2 };
         thread::scope(|scope| {
@@ -370,7 +406,7 @@ mod tests {
                 drop(producer);
                 result
             });
-            let requested = Credentials { secret: Some(&secret), transport: there, service };
+            let requested = Credentials { secret: Some(theirs), transport: there, service };
             let initiated = initiate(&mut consumer, requested, &peer, &go);
             drop(consumer);
             (accepted.join().expect("no panic"), initiated)
@@ -383,6 +419,34 @@ mod tests {
         assert!(matches!(handshake("tcp", ("tcp", own)), (Ok(Service::ListenerDefault), Ok(()))));
         let (accepted, initiated) = handshake("shm", ("tcp", own));
         assert!(accepted.is_err() && matches!(initiated, Err(ConnectError::Unreachable(_))), "{initiated:?}");
+    }
+
+    #[test]
+    fn two_ends_agree_if_one_accepts_the_current_secret_of_the_other() {
+        let secret = |text: &str| Secret::new(text.as_bytes()).expect("long enough");
+        let (old, new) = (secret("the previous secret"), secret("the current secret"));
+        let both = new.clone().with_previous(b"the previous secret").expect("long enough");
+        let swapped = old.clone().with_previous(b"the current secret").expect("long enough");
+        let own = ("tcp", Service::ListenerDefault);
+        for ends in [
+            [&old, &both],
+            [&both, &old],
+            [&both, &both],
+            [&new, &both],
+            [&both, &new],
+            [&both, &swapped],
+            [&swapped, &both],
+        ] {
+            let (accepted, initiated) = handshake_with(ends, "tcp", own);
+            assert!(accepted.is_ok() && initiated.is_ok(), "{accepted:?} {initiated:?}");
+        }
+        let others =
+            secret("the secret of others").with_previous(b"and its previous one").expect("long enough");
+        for ends in [[&old, &new], [&new, &old], [&both, &others], [&others, &both]] {
+            let (accepted, initiated) = handshake_with(ends, "tcp", own);
+            assert!(accepted.is_err(), "{accepted:?}");
+            assert!(matches!(initiated, Err(ConnectError::Unreachable(_))), "{initiated:?}");
+        }
     }
 
     #[test]

@@ -14,7 +14,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use serde_json::Value;
-use subtle::ConstantTimeEq;
+use subtle::{Choice, ConstantTimeEq};
 
 use crate::Object;
 use crate::code::Code;
@@ -77,12 +77,14 @@ impl EventQuery {
     }
 }
 
-/// Refuses a caller without the cluster's secret. The comparison takes constant time for texts of equal length.
+/// Refuses a caller without an accepted secret of the cluster. Every secret is compared. A comparison takes constant
+/// time for texts of equal length.
 ///
 /// # Errors
 /// 401 with a code of its own: a router must not report it as a wrong API key of the client.
-pub fn check_secret(shown: &[u8], secret: &str) -> Result<(), ApiError> {
-    if bool::from(shown.ct_eq(secret.as_bytes())) {
+pub fn check_secret<'a>(shown: &[u8], accepted: impl IntoIterator<Item = &'a [u8]>) -> Result<(), ApiError> {
+    let known = accepted.into_iter().fold(Choice::from(0), |known, secret| known | shown.ct_eq(secret));
+    if bool::from(known) {
         return Ok(());
     }
     let message = format!("missing or wrong cluster secret in the header {SECRET_HEADER}");
@@ -279,10 +281,12 @@ mod tests {
 
     #[test]
     fn a_wrong_cluster_secret_is_no_wrong_api_key() {
-        let secret = "a secret of this cluster";
-        assert_eq!(check_secret(secret.as_bytes(), secret), Ok(()));
-        for wrong in ["", "a secret of this cluster ", "a secret of that cluster"] {
-            let error = check_secret(wrong.as_bytes(), secret).expect_err(wrong);
+        let accepted = ["a secret of this cluster", "the previous secret"].map(str::as_bytes);
+        assert_eq!(check_secret(accepted[0], accepted), Ok(()));
+        assert_eq!(check_secret(accepted[1], accepted), Ok(()));
+        assert!(check_secret(accepted[1], [accepted[0]]).is_err(), "no longer accepted");
+        for wrong in ["", "a secret of this cluster ", "a secret of that cluster", "the previous secre"] {
+            let error = check_secret(wrong.as_bytes(), accepted).expect_err(wrong);
             assert_eq!((error.status, error.code.as_deref()), (401, Some("invalid_cluster_secret")));
         }
     }

@@ -14,15 +14,13 @@ use baton_connector_channel::batching::{ReadBatching, ReadExtent};
 use baton_connector_channel::handshake::{self, Credentials};
 use baton_connector_channel::socket::{ChannelError, ChannelSocket};
 use baton_connector_channel::{
-    ClientOptions, ConnectError, Connection, Delivery, Dial, GrantedRead, Serve, Server, ServerOptions,
-    Service, dial,
+    ClientOptions, ConnectError, Connection, Delivery, Dial, GrantedRead, Secret, Serve, Server,
+    ServerOptions, Service, dial,
 };
 use baton_connector_leases::rank::{LeasedRank, RankMemory};
 use baton_connector_leases::service::LeaseService;
 use sha2::{Digest, Sha256};
 use socket2::{Domain, Protocol, Socket, Type};
-
-use crate::config::ClusterSecret;
 
 /// The transport's name in proofs and logs.
 const NAME: &str = "vllm";
@@ -80,13 +78,12 @@ pub(crate) fn serve(
     socket: Socket,
     leases: Arc<LeaseService>,
     fingerprint: u64,
-    secret: Option<&ClusterSecret>,
+    secret: Option<&Secret>,
 ) -> io::Result<Server> {
     socket.listen(BACKLOG)?;
     let memory = BlockNames { fingerprint, region: empty_region() };
     let producer: Arc<dyn Producer> = Arc::new(LeasedRank::new(leases, memory));
-    let options =
-        ServerOptions { secret: secret.map(|secret| secret.key.clone()), ..ServerOptions::default() };
+    let options = ServerOptions { secret: secret.cloned(), ..ServerOptions::default() };
     let services: Vec<Arc<dyn Serve>> = vec![Arc::new(BlockNameService)];
     Server::start(socket, producer, services, options)
 }

@@ -1,11 +1,9 @@
 //! The settings of one core. An error names the key.
 
-use std::fmt;
 use std::net::SocketAddr;
-use std::path::Path;
 use std::time::Duration;
 
-use baton_connector_channel::Secret;
+use baton_connector_channel::{Secret, SecretTooShort};
 use serde_json::{Map, Value};
 
 /// Seconds of the longest lease.
@@ -20,8 +18,8 @@ pub(crate) struct Config {
     pub(crate) channel: SocketAddr,
     /// The side channel's host as other engines reach it, for display.
     pub(crate) channel_host: Option<String>,
-    /// The cluster's secret; needed beyond loopback.
-    pub(crate) secret: Option<ClusterSecret>,
+    /// The cluster's secret: callers' header and key of the side channel. Needed beyond loopback.
+    pub(crate) secret: Option<Secret>,
     /// Lifetime of a lease without a heartbeat.
     pub(crate) lease: Duration,
     /// The handling of a load that failed: `recompute` or `fail`.
@@ -51,34 +49,6 @@ pub(crate) struct Identity {
     pub(crate) block_tokens: usize,
 }
 
-/// The cluster's secret in both its forms: text in a header, key of the side channel.
-#[derive(Clone)]
-pub(crate) struct ClusterSecret {
-    /// As callers send it in a header.
-    pub(crate) text: Box<str>,
-    /// As the key of the side channel.
-    pub(crate) key: Secret,
-}
-
-impl fmt::Debug for ClusterSecret {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("ClusterSecret(…)")
-    }
-}
-
-impl ClusterSecret {
-    /// Reads the first line of a file.
-    fn read(path: &Path) -> Result<Self, String> {
-        let text = std::fs::read_to_string(path).map_err(|error| error.to_string())?;
-        let line = text.lines().next().unwrap_or_default().trim();
-        if line.is_empty() {
-            return Err("no secret in its first line".into());
-        }
-        let key = Secret::new(line.as_bytes()).map_err(|error| error.to_string())?;
-        Ok(Self { text: line.into(), key })
-    }
-}
-
 impl Config {
     /// Parses the settings.
     ///
@@ -94,7 +64,7 @@ impl Config {
             http: fields.address("http")?,
             channel: fields.address("channel")?,
             channel_host: fields.text("channel_host")?,
-            secret: fields.secret("secret_file")?,
+            secret: fields.secret()?,
             lease: fields.lease("lease_s")?,
             policy: fields.word("policy", &["recompute", "fail"])?,
             nixl: (fields.port("nixl_port")?, fields.count("tp_size", 1)?),
@@ -171,16 +141,39 @@ impl ConfigFields {
         Ok(Duration::from_secs_f64(seconds))
     }
 
-    fn secret(&mut self, key: &str) -> Result<Option<ClusterSecret>, String> {
+    /// The cluster's secret, and during a rotation the previous one beside it.
+    fn secret(&mut self) -> Result<Option<Secret>, String> {
+        let secret = self.first_line("secret_file", Secret::new)?;
+        let with_previous = |line: &[u8]| secret.clone().map(|secret| secret.with_previous(line)).transpose();
+        match self.first_line("previous_secret_file", with_previous)? {
+            None => Ok(secret),
+            Some(None) => Err("`previous_secret_file` needs `secret_file`".into()),
+            Some(both) => Ok(both),
+        }
+    }
+
+    /// What `read` makes of the first line of a file.
+    fn first_line<T>(
+        &mut self,
+        key: &str,
+        read: impl FnOnce(&[u8]) -> Result<T, SecretTooShort>,
+    ) -> Result<Option<T>, String> {
         let Some(path) = self.text(key)? else { return Ok(None) };
-        let secret = ClusterSecret::read(Path::new(&path));
-        secret.map(Some).map_err(|what| format!("`{key}` {path}: {what}"))
+        let wrong = |what: String| format!("`{key}` {path}: {what}");
+        let text = std::fs::read_to_string(&path).map_err(|error| wrong(error.to_string()))?;
+        let line = text.lines().next().unwrap_or_default().trim();
+        if line.is_empty() {
+            return Err(wrong("no secret in its first line".into()));
+        }
+        read(line.as_bytes()).map(Some).map_err(|error| wrong(error.to_string()))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use std::io::Write;
+
+    use serde_json::json;
 
     use super::*;
 
@@ -196,6 +189,7 @@ mod tests {
             (r#"{"channel": "0.0.0.0:0"}"#, "channel"),
             (r#"{"channel_host": 5}"#, "channel_host"),
             (r#"{"secret_file": "/does/not/exist"}"#, "secret_file"),
+            (r#"{"previous_secret_file": "/does/not/exist"}"#, "previous_secret_file"),
             (r#"{"lease_s": 0}"#, "lease_s"),
             (r#"{"lease_s": "30"}"#, "lease_s"),
             (r#"{"lease_s": 4000}"#, "lease_s"),
@@ -229,6 +223,15 @@ mod tests {
         file.as_file_mut().set_len(0).expect("it is emptied");
         std::fs::write(&path, "a secret of this cluster \nmore\n").expect("it is written");
         let secret = Config::parse(&text).expect("it is in order").secret.expect("a secret");
-        assert_eq!(&*secret.text, "a secret of this cluster");
+        assert!(secret.accepted().eq([b"a secret of this cluster"]));
+        let mut previous = tempfile::NamedTempFile::new().expect("a file");
+        let pair = json!({"secret_file": path, "previous_secret_file": previous.path()});
+        writeln!(previous, "short").expect("it is written");
+        assert!(Config::parse(&pair.to_string()).expect_err("too short").contains("`previous_secret_file`"));
+        std::fs::write(previous.path(), "the secret of before").expect("it is written");
+        let secret = Config::parse(&pair.to_string()).expect("it is in order").secret.expect("a secret");
+        assert!(secret.accepted().eq([&b"a secret of this cluster"[..], b"the secret of before"]));
+        let alone = json!({"previous_secret_file": previous.path()}).to_string();
+        assert!(Config::parse(&alone).expect_err("no current secret").contains("needs `secret_file`"));
     }
 }

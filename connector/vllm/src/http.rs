@@ -225,11 +225,11 @@ async fn health(context: &HttpContext, wait: Duration) -> Result<Reply, ApiError
     Ok(json(StatusCode::OK, "{\"status\":\"ok\"}"))
 }
 
-/// Refuses a caller without the cluster secret.
+/// Refuses a caller without an accepted cluster secret.
 fn authorize(context: &HttpContext, headers: &HeaderMap) -> Result<(), ApiError> {
     let Some(secret) = &context.config.secret else { return Ok(()) };
     let shown = headers.get(SECRET_HEADER).map(HeaderValue::as_bytes).unwrap_or_default();
-    cluster::check_secret(shown, &secret.text)
+    cluster::check_secret(shown, secret.accepted())
 }
 
 /// Authorizes a caller and reads its body.

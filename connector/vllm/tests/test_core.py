@@ -27,6 +27,7 @@ def config(**changes):
         "channel": "127.0.0.1:0",
         "channel_host": None,
         "secret_file": None,
+        "previous_secret_file": None,
         "lease_s": 30,
         "rank": 0,
         "engine": "vllm test",
@@ -320,6 +321,17 @@ def test_the_secret(start, tmp_path):
     assert post(core, "/kv/release", request_id="x")[0] == 401
     assert post(core, "/kv/release", secret="wrong", request_id="x")[0] == 401
     assert post(core, "/kv/release", secret="a secret of some length", request_id="x")[0] == 200
+
+
+@needs_core
+def test_the_previous_secret(start, tmp_path):
+    files = {}
+    for key, secret in (("secret_file", "a secret of some length"), ("previous_secret_file", "the secret before it")):
+        (tmp_path / key).write_text(secret)
+        files[key] = str(tmp_path / key)
+    core = start(**files)
+    for secret, status in (("a secret of some length", 200), ("the secret before it", 200), ("wrong", 401)):
+        assert post(core, "/kv/release", secret=secret, request_id="x")[0] == status
 
 
 # The consumer

@@ -18,7 +18,7 @@ def test_defaults():
     settings = parse()
     assert (settings.http, settings.channel) == ("127.0.0.1:7600", "127.0.0.1:9600")
     assert settings.strict_peers and settings.require_abort and settings.nap
-    assert not settings.allow_untested and settings.secret_file is None
+    assert not settings.allow_untested and settings.secret_file is None and settings.previous_secret_file is None
     assert parse(None) == parse({}) == settings
 
 
@@ -44,9 +44,10 @@ def test_each_rank_has_ports_of_its_own():
 
 def test_given_values():
     settings = parse({
-        "secret_file": "/s", "peers": "any", "require_abort": False, "allow_untested": True, "nap": False
+        "secret_file": "/s", "previous_secret_file": "/t", "peers": "any", "require_abort": False,
+        "allow_untested": True, "nap": False
     })
-    assert settings.secret_file == "/s" and settings.allow_untested
+    assert (settings.secret_file, settings.previous_secret_file) == ("/s", "/t") and settings.allow_untested
     assert not (settings.strict_peers or settings.require_abort or settings.nap)
 
 
@@ -63,6 +64,7 @@ def test_given_values():
     ({"require_abort": "no"}, "baton.require_abort"),
     ({"allow_untested": None}, "baton.allow_untested"),
     ({"secret_file": 7}, "baton.secret_file"),
+    ({"previous_secret_file": 7}, "baton.previous_secret_file"),
     ({"http": 7600}, "baton.http must be IP:PORT"),
     ({"http": None}, "baton.http must be IP:PORT"),
     ({"http": "127.0.0.1"}, "baton.http must be IP:PORT"),

@@ -81,6 +81,8 @@ pub struct EngineOptions {
     pub device_fails_after: Option<u64>,
     /// The shared secret of this cluster's routers and engines. Required beyond loopback.
     pub cluster_secret: Option<String>,
+    /// A secret that is accepted beside [`Self::cluster_secret`] while it is rotated.
+    pub previous_cluster_secret: Option<String>,
     /// Limit of the bytes of all bodies that are being read.
     pub body_bytes_total: usize,
     /// A client whose host acknowledges nothing for this long has left. Zero leaves this to the system.
@@ -124,6 +126,7 @@ impl EngineOptions {
             pace: None,
             device_fails_after: None,
             cluster_secret: None,
+            previous_cluster_secret: None,
             body_bytes_total: BODY_BYTES_TOTAL,
             client_lost: Duration::from_secs(20),
             shutdown_timeout: Duration::from_secs(30),

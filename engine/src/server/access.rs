@@ -1,6 +1,5 @@
 //! Checks and fields that several endpoints share: authorization, request id.
 
-use baton_connector_tcp::Secret;
 use baton_openai::ApiError;
 use baton_openai::cluster::{SECRET_HEADER, check_secret};
 use hyper::header::{HeaderMap, HeaderValue};
@@ -8,19 +7,11 @@ use hyper::header::{HeaderMap, HeaderValue};
 use super::Frontend;
 use crate::run::random::random_bytes;
 
-/// The secret of the cluster's engines and routers, in both its forms.
-pub struct ClusterSecret {
-    /// As the cluster's own callers send it; see `control.rs`.
-    pub text: Box<str>,
-    /// As the key of seals; see `seal.rs`.
-    pub key: Secret,
-}
-
-/// Refuses a caller without the cluster secret.
+/// Refuses a caller without an accepted cluster secret.
 pub(super) fn authorize(frontend: &Frontend, headers: &HeaderMap) -> Result<(), ApiError> {
     let Some(secret) = &frontend.secret else { return Ok(()) };
     let shown = headers.get(SECRET_HEADER).map(HeaderValue::as_bytes).unwrap_or_default();
-    check_secret(shown, &secret.text)
+    check_secret(shown, secret.accepted())
 }
 
 /// The request's name in a reply's `id`. The id has the endpoint's prefix, as in vLLM, and a suffix that

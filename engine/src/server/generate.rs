@@ -312,7 +312,7 @@ impl GenerateTask {
 
     /// The `kv_transfer_params` of the reply.
     fn params(&self) -> Option<Value> {
-        let secret = self.frontend.secret.as_ref().map(|secret| &secret.key);
+        let secret = self.frontend.secret.as_ref();
         self.handoff.as_ref().map(|handoff| seal::reply(secret, handoff))
     }
 }

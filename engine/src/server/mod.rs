@@ -40,6 +40,7 @@ use std::time::Duration;
 
 use baton_connector::fetch::LoadFailurePolicy;
 use baton_connector_leases::event_log::EventLog;
+use baton_connector_tcp::Secret;
 use baton_openai::ParseLimits;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
@@ -51,7 +52,6 @@ use tokio_util::task::TaskTracker;
 use crate::metrics::EngineMetrics;
 use crate::run::options::Role;
 use crate::run::rank::DpRank;
-pub use access::ClusterSecret;
 pub use block_format::BlockFormat;
 pub(crate) use body_budget::BodyBudgets;
 use client_liveness::MonitoredStream;
@@ -79,8 +79,8 @@ pub struct Frontend {
     pub blocks: BlockFormat,
     /// Bounds of a body.
     pub limits: ParseLimits,
-    /// The cluster's secret, if it has one.
-    pub secret: Option<ClusterSecret>,
+    /// The cluster's secret, if it has one: the header of the cluster's own callers and the key of seals.
+    pub secret: Option<Secret>,
     /// The engine cores, by data-parallel rank; at least one.
     pub cores: Vec<Arc<DpRank>>,
     /// Counters that belong to no core.

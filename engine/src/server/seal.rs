@@ -78,6 +78,8 @@ mod tests {
         let Ok(Some(KvIntent::Consume(read))) = KvIntent::parse(&sealed) else { panic!("{sealed}") };
         assert!(is_genuine(&ours, &read, &sealed));
         assert!(!is_genuine(&secret("another cluster's secret"), &read, &sealed));
+        let rotated = secret("the cluster's next secret").with_previous(b"the cluster's own secret");
+        assert!(is_genuine(&rotated.expect("long enough"), &read, &sealed), "a rotation");
         assert!(!is_genuine(&ours, &read, &reply(None, &handoff)), "no seal");
         let elsewhere = [
             Handoff { host: "10.0.0.2".into(), ..handoff.clone() },

@@ -82,7 +82,7 @@ impl TransferOffer {
             Some(KvIntent::Consume(handoff)) => handoff,
         };
         if authorized.is_err()
-            && !frontend.secret.as_ref().is_some_and(|s| seal::is_genuine(&s.key, &handoff, params))
+            && !frontend.secret.as_ref().is_some_and(|secret| seal::is_genuine(secret, &handoff, params))
         {
             frontend.metrics.early_rejection("unproven");
             return Self { intent: authorized.map(|()| TransferIntent::Plain), guard: None };

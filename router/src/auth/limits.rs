@@ -51,7 +51,7 @@ impl Permit {
             let limit = buckets[at].map_or(0, Bucket::limit);
             return refused(LimitKind::Requests, limit_error(whose[at], "requests", limit, 1, error));
         }
-        identity.tenant.requests.increment(1);
+        identity.tenant.counters.requests.increment(1);
         tracing::debug!(
             event = "request_admitted", key = identity.name, tenant = %identity.tenant.name,
             "request admitted"

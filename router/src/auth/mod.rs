@@ -32,7 +32,7 @@ use hyper::header::HeaderMap;
 
 use crate::config::file_watch::FileWatch;
 use crate::config::{AuthConfig, ConfigError, Priority};
-use crate::metrics::tenants::UnauthorizedReason;
+use crate::metrics::tenants::{TenantCounters, UnauthorizedReason};
 
 use bucket::Meter;
 pub use keys::NewKey;
@@ -90,7 +90,7 @@ pub(crate) struct Tenant {
     pub id: TenantId,
     pub weight: u32,
     meter: Arc<Meter>,
-    requests: crate::metrics::Counter,
+    pub counters: TenantCounters,
 }
 
 impl Auth {

@@ -129,7 +129,7 @@ impl KeyTable {
                     id,
                     weight,
                     meter: meter(format!("tenant {name}"), &limits),
-                    requests: registry.metrics.tenant(name),
+                    counters: registry.metrics.tenant(name),
                 })
             };
         let mut table = Self::default();

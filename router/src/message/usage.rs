@@ -103,6 +103,12 @@ impl UsageScan {
         }
     }
 
+    /// The tokens of the prompt, of its cached part and of the response, as far as they are known.
+    pub(crate) fn known_tokens(&self) -> [u64; 3] {
+        let usage = self.usage.unwrap_or_default();
+        [usage.prompt, usage.cached, self.completion().unwrap_or(0)]
+    }
+
     /// Tokens of prompt and response, with `prompt` if the engine has not counted it; `None` if nothing is known.
     pub(crate) fn cost(&self, prompt: u64) -> Option<u64> {
         match self.usage {

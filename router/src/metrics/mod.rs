@@ -33,7 +33,7 @@ pub(crate) use config::{DiscoveryMetrics, STALE};
 pub(crate) use engines::{AttemptFailure, EngineMetrics, IN_FLIGHT, POOL, READY};
 pub(crate) use legs::{AbandonWaitResult, Leg, ReleaseMethod, SettlementResult};
 pub(crate) use page::{PageFormat, Scrape};
-pub(crate) use registry::{Counter, Family, Registry};
+pub(crate) use registry::{Family, Registry};
 pub(crate) use requests::{ModelMetrics, RequestOutcome};
 pub(crate) use resilience::{ResumeResult, STANDINGS};
 pub(crate) use routing::DecisionCounters;

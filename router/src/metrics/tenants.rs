@@ -1,4 +1,4 @@
-//! Metrics of keys and tenants: accepted and refused requests.
+//! Metrics of keys and tenants: accepted and refused requests, tokens.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,6 +11,9 @@ const TENANTS_MAX: usize = 100;
 families! {
     counter REQUESTS("baton_router_tenant_requests_total", ["tenant"]):
         "Requests that a tenant's limits allowed. The first 100 tenants have their own label, the rest are `other`.";
+    counter TOKENS("baton_router_tenant_tokens_total", ["tenant", "kind"]):
+        "Tokens of a tenant's responses, from the engines' `usage`: `prompt`, `cached_prompt` (part of prompt), \
+         `completion` (events, if a stream ended before its usage).";
     counter LIMITED("baton_router_rate_limited_total", ["limit"]):
         "Requests refused by a limit of a key or tenant.";
     counter UNKNOWN("baton_router_unauthorized_total", ["reason"]): "Requests refused with 401.";
@@ -36,10 +39,28 @@ pub(crate) enum UnauthorizedReason {
     Expired,
 }
 
-/// Handles, created once; those of a tenant at its first request.
+/// The counters of a tenant.
+#[derive(Clone)]
+pub(crate) struct TenantCounters {
+    /// Requests that the limits allowed.
+    pub requests: Counter,
+    /// Tokens: `prompt`, `cached_prompt`, `completion`.
+    tokens: [Counter; 3],
+}
+
+impl TenantCounters {
+    /// Counts the tokens of a response that has ended, as far as they are known.
+    pub(crate) fn count_tokens(&self, [prompt, cached, completion]: [u64; 3]) {
+        for (counter, tokens) in self.tokens.iter().zip([prompt, cached, completion]) {
+            counter.increment(tokens);
+        }
+    }
+}
+
+/// Handles, created once; those of a tenant when a configuration first contains it.
 pub(crate) struct TenantMetrics {
     registry: Arc<Registry>,
-    tenants: Mutex<HashMap<String, Counter>>,
+    tenants: Mutex<HashMap<String, TenantCounters>>,
     limited: [Counter; 3],
     unknown: [Counter; 3],
     reloads: [Counter; 2],
@@ -56,18 +77,23 @@ impl TenantMetrics {
         }
     }
 
-    /// The counter of a tenant's requests.
-    pub(crate) fn tenant(&self, name: &str) -> Counter {
+    /// The counters of a tenant.
+    pub(crate) fn tenant(&self, name: &str) -> TenantCounters {
         let mut tenants = self.tenants.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(counter) = tenants.get(name) {
-            return counter.clone();
+        if let Some(counters) = tenants.get(name) {
+            return counters.clone();
         }
         let own = tenants.len() < TENANTS_MAX;
-        let counter = self.registry.counter(&REQUESTS, &[if own { name } else { "other" }]);
+        let label = if own { name } else { "other" };
+        let kinds = ["prompt", "cached_prompt", "completion"];
+        let counters = TenantCounters {
+            requests: self.registry.counter(&REQUESTS, &[label]),
+            tokens: kinds.map(|kind| self.registry.counter(&TOKENS, &[label, kind])),
+        };
         if own {
-            tenants.insert(name.to_owned(), counter.clone());
+            tenants.insert(name.to_owned(), counters.clone());
         }
-        counter
+        counters
     }
 
     pub(crate) fn count_limited(&self, limit: LimitKind) {
@@ -92,10 +118,14 @@ mod tests {
         let registry = Arc::new(Registry::default());
         let metrics = TenantMetrics::new(&registry);
         let kept: Vec<_> = (0..10_000).map(|n| metrics.tenant(&format!("t{n}"))).collect();
-        kept.iter().for_each(|counter| counter.increment(1));
-        let mut series = Vec::new();
-        registry.for_each(&REQUESTS, |labels, _| series.push(labels.to_owned()));
-        assert_eq!(series.len(), TENANTS_MAX + 1);
-        assert!(series.contains(&"tenant=\"other\"".to_owned()));
+        kept.iter().for_each(|counters| counters.requests.increment(1));
+        for (family, kinds, other) in
+            [(&REQUESTS, 1, "tenant=\"other\""), (&TOKENS, 3, "tenant=\"other\",kind=\"prompt\"")]
+        {
+            let mut series = Vec::new();
+            registry.for_each(family, |labels, _| series.push(labels.to_owned()));
+            assert_eq!(series.len(), kinds * (TENANTS_MAX + 1));
+            assert!(series.contains(&other.to_owned()));
+        }
     }
 }

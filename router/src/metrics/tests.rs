@@ -20,7 +20,8 @@ fn full() -> (Metrics, ModelMetrics, EngineMetrics) {
     metrics.requests.count_disconnect(Phase::Gap);
     metrics.legs.count_release(SettlementCause::Late, ReleaseMethod::Abort);
     engine.count_failure(Leg::Decode, AttemptFailure::Died);
-    metrics.tenants.tenant("t").increment(1);
+    let tenant = metrics.tenants.tenant("t");
+    tenant.requests.increment(1);
     (metrics, model, engine)
 }
 

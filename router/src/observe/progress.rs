@@ -130,8 +130,8 @@ impl RequestProgress {
         if !self.passes {
             self.record_phases(model, line, begun);
         }
-        let (prompt, cached) = self.usage_scan.usage.map_or((0, 0), |usage| (usage.prompt, usage.cached));
-        model.count_tokens(prompt, cached, self.usage_scan.completion().unwrap_or(0));
+        let [prompt, cached, completion] = self.usage_scan.known_tokens();
+        model.count_tokens(prompt, cached, completion);
         if self.streamed
             && let (Some(usage), Some(first), Some(last)) =
                 (self.usage_scan.usage, line.first_chunk, self.last_piece)

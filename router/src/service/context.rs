@@ -177,10 +177,12 @@ impl RequestContext {
         });
     }
 
-    /// Charges the response's actual cost beyond the tokens already taken.
+    /// Counts the tenant's tokens, and charges the response's actual cost beyond the tokens already taken.
     fn charge(&mut self) {
         let (Some(permit), Some(driver)) = (&mut self.client.permit, &self.driver) else { return };
-        if let Some(cost) = driver.progress.usage_scan.cost(self.client.prompt_tokens) {
+        let usage_scan = &driver.progress.usage_scan;
+        permit.identity.tenant.counters.count_tokens(usage_scan.known_tokens());
+        if let Some(cost) = usage_scan.cost(self.client.prompt_tokens) {
             permit.settle_cost(cost);
         }
     }

@@ -53,6 +53,8 @@ class BatonConnector(NixlPullConnector):
                 "channel": settings.channel,
                 "channel_host": self.connector_scheduler.side_channel_host,
                 "secret_file": settings.secret_file or os.environ.get("BATON_CLUSTER_SECRET_FILE"),
+                "previous_secret_file": settings.previous_secret_file
+                or os.environ.get("BATON_PREVIOUS_CLUSTER_SECRET_FILE"),
                 "lease_s": transfer.get_from_extra_config("kv_lease_duration", 30),
                 "rank": rank,
                 "engine": f"vllm {VLLM_VERSION}",

@@ -19,6 +19,7 @@ class Settings:
     http: str  # address of the engine process's HTTP port
     channel: str  # address of the side channel
     secret_file: str | None
+    previous_secret_file: str | None  # a secret that is accepted beside the first during a rotation
     strict_peers: bool  # refuse NixlConnectors without the contract
     require_abort: bool  # refuse to start if requests cannot be aborted by id
     allow_untested: bool  # start on a vLLM whose functions have changed
@@ -44,6 +45,7 @@ class Settings:
             http=with_rank("http", http, rank),
             channel=with_rank("channel", channel, rank),
             secret_file=text(given, "secret_file"),
+            previous_secret_file=text(given, "previous_secret_file"),
             strict_peers=peers == "strict",
             require_abort=flag(given, "require_abort", True),
             allow_untested=flag(given, "allow_untested", False),

@@ -12,14 +12,13 @@ use baton_connector::ledger::{HeartbeatReply, ReleaseReply};
 use baton_connector::region::Region;
 use baton_connector::transport::{Part, Peer, ReadOrder, StopFlag, Transport, TransportError, Verdict};
 use baton_connector::{Handle, Reader};
-use baton_connector_channel::{Client, ClientOptions};
+use baton_connector_channel::{Client, ClientOptions, Secret};
 use baton_connector_leases::lease_span;
 
 use super::loads::{Hold, LEASE_OVER, LoadTable, LoadVerdict, ReadProgress, UNREACHABLE};
 use super::queues::{Job, JobKind, Notice, NoticeKind, PickedKind, PickedTask};
 use super::target::{LoadTarget, ProducerKey};
 use crate::channel::{BlockNameDialer, FORGED, empty_region};
-use crate::config::ClusterSecret;
 use crate::metrics::{CoreMetrics, UNDELIVERED};
 
 /// Idle connections of one producer. An open read is bound to its connection, so they are kept for long.
@@ -196,9 +195,9 @@ pub(super) struct Caller {
 
 impl Caller {
     /// A caller without connections.
-    pub(super) fn new(secret: Option<&ClusterSecret>) -> Self {
+    pub(super) fn new(secret: Option<&Secret>) -> Self {
         let options = ClientOptions {
-            secret: secret.map(|secret| secret.key.clone()),
+            secret: secret.cloned(),
             connections_per_peer_max: CONNECTIONS_MAX,
             idle_timeout: IDLE_TIMEOUT,
             ..ClientOptions::default()
