@@ -9,7 +9,7 @@ families! {
     counter DISAGGREGATION("baton_router_disagg_decisions_total", ["decision", "reason"]):
         "Requests by where the prefill runs, with the reason: on a prefill engine (`prefill_decode`) or on the decode \
          engine (`decode_only`). `prompt_logprobs`: the response includes prompt tokens. \
-         `engine_state`: a response that depends on state of its engine. `fell_back`: no prefill \
+         `engine_state`: a response that depends on state of its engine. `push_unmatched`: a prefill engine that writes the blocks could not match the legs. `fell_back`: no prefill \
          engine was available.";
     counter DECISIONS("baton_router_decisions_total", ["model", "leg", "policy", "reason"]):
         "Choices of an engine, by policy and reason. `/explain` shows the same reason for one request.";
