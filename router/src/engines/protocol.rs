@@ -28,7 +28,8 @@ use crate::message::payload::Payload;
 use crate::message::rewrite::{ModelName, RouterFields};
 use crate::metrics::Leg;
 pub(crate) use sglang::{Bootstrap, ServerInfo};
-pub(crate) use vllm_push::{PushIdentity, VllmPush};
+pub(crate) use vllm::Vllm;
+pub(crate) use vllm_push::PushIdentity;
 
 /// The paths of all commands.
 pub(crate) const COMMAND_PATHS: [&str; 3] = ["/abort_requests", "/kv/release", "/abort_request"];
@@ -152,7 +153,7 @@ impl ProtocolKind {
 
     pub(crate) fn protocol(self) -> &'static dyn Protocol {
         match self {
-            Self::Vllm => &vllm::Vllm,
+            Self::Vllm => &Vllm::Pull,
             Self::Sglang => &sglang::Sglang,
         }
     }

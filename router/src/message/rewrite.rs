@@ -262,6 +262,10 @@ mod tests {
         RequestId::new("r-1").expect("an id")
     }
 
+    fn prefill(dialect: Dialect, body: &RawBody, id: &RequestId) -> Payload {
+        prefill_body(dialect, body, &RouterFields::default(), &model(), id, TransferId::None)
+    }
+
     fn read(payload: &Payload) -> Value {
         serde_json::from_slice(&payload.pieces().concat()).expect("JSON")
     }
@@ -289,14 +293,7 @@ mod tests {
             "model": "alias", "prompt": "x", "stream": true, "stream_options": {"include_usage": true},
             "max_tokens": 64, "min_tokens": 5, "n": 3, "temperature": 0.5, "mystery": [1],
         }));
-        let sent = read(&prefill_body(
-            COMPLETIONS,
-            &body,
-            &RouterFields::default(),
-            &model(),
-            &id(),
-            TransferId::None,
-        ));
+        let sent = read(&prefill(COMPLETIONS, &body, &id()));
         assert_eq!(sent["model"], "m");
         assert_eq!((&sent["stream"], &sent["max_tokens"], &sent["n"]), (&json!(false), &json!(1), &json!(1)));
         for gone in ["stream_options", "min_tokens", "max_completion_tokens"] {
@@ -311,14 +308,7 @@ mod tests {
         let params = json!({"router_request_id": "MARK", "do_remote_decode": true});
         let body = body(&json!({"prompt": "x", "kv_transfer_params": params}));
         let id = RequestId::new("a\"quoted\\id").expect("printable");
-        let sent = read(&prefill_body(
-            COMPLETIONS,
-            &body,
-            &RouterFields::default(),
-            &model(),
-            &id,
-            TransferId::None,
-        ));
+        let sent = read(&prefill(COMPLETIONS, &body, &id));
         let params = &sent["kv_transfer_params"];
         assert_eq!(params["router_request_id"], id.as_str());
         assert_eq!(KvIntent::parse(params), Ok(Some(KvIntent::Produce { consumers: 1 })));
@@ -328,14 +318,7 @@ mod tests {
     fn a_short_user_is_repeated_for_the_engine_and_a_long_or_other_one_is_not() {
         let repeated = |user: Value| {
             let body = body(&json!({"prompt": "x", "user": user}));
-            let sent = read(&prefill_body(
-                COMPLETIONS,
-                &body,
-                &RouterFields::default(),
-                &model(),
-                &id(),
-                TransferId::None,
-            ));
+            let sent = read(&prefill(COMPLETIONS, &body, &id()));
             sent["kv_transfer_params"].get("router_user").cloned()
         };
         for user in [json!("d-17"), json!("say \"hi\""), json!("x".repeat(64))] {
@@ -352,14 +335,7 @@ mod tests {
             let mut fields = json!({"input": "x", "max_output_tokens": 9, "stream": true});
             fields.as_object_mut().unwrap().extend(store.as_object().unwrap().clone());
             let body = body(&fields);
-            let sent = read(&prefill_body(
-                Dialect::Responses,
-                &body,
-                &RouterFields::default(),
-                &model(),
-                &id(),
-                TransferId::None,
-            ));
+            let sent = read(&prefill(Dialect::Responses, &body, &id()));
             assert_eq!((&sent["max_output_tokens"], &sent["store"]), (&json!(1), &json!(false)));
             assert_eq!((sent.get("background"), sent.get("max_tokens")), (None, None));
         }
@@ -371,14 +347,7 @@ mod tests {
             "stop_sequences": ["a"], "thinking": {"type": "enabled", "budget_tokens": 1024}, "tools": [],
             "kv_transfer_params": {"remote_host": "x"}});
         let body = body(&fields);
-        let sent = read(&prefill_body(
-            Dialect::Messages,
-            &body,
-            &RouterFields::default(),
-            &model(),
-            &id(),
-            TransferId::None,
-        ));
+        let sent = read(&prefill(Dialect::Messages, &body, &id()));
         assert_eq!((&sent["max_tokens"], &sent["stream"]), (&json!(1), &json!(false)));
         assert_eq!(
             (sent.get("stop_sequences"), &sent["kv_transfer_params"]["do_remote_decode"]),

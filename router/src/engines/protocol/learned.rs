@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use arc_swap::ArcSwap;
+
 use crate::config::{EngineConfig, ProtocolSetting};
 use crate::engines::protocol::{ProtocolKind, PushIdentity, ServerInfo};
 
@@ -36,7 +38,8 @@ impl ProtocolTerms {
 /// What an engine's `/server_info` showed, until another process may answer at its address.
 #[derive(Debug, Default)]
 pub(crate) struct LearnedProtocol {
-    state: Mutex<Learned>,
+    /// Read by every request.
+    state: ArcSwap<Learned>,
     /// Where decode engines register with a pushing prefill engine, by data-parallel rank.
     identities: Mutex<HashMap<Option<u16>, Arc<PushIdentity>>>,
     /// How often a rank's identity has changed without a refused connection.
@@ -68,19 +71,19 @@ impl LearnedProtocol {
     /// The protocol under these terms; `None` if it is not known yet.
     pub(crate) fn kind(&self, terms: &ProtocolTerms) -> Option<ProtocolKind> {
         ProtocolKind::configured(terms.setting).or_else(|| {
-            let learned = self.state();
+            let learned = self.state.load();
             learned.kind.or(learned.before)
         })
     }
 
     /// The port of the bootstrap server, if it is known.
     pub(crate) fn bootstrap_port(&self, terms: &ProtocolTerms) -> Option<u16> {
-        terms.bootstrap_port.or_else(|| self.state().bootstrap_port)
+        terms.bootstrap_port.or_else(|| self.state.load().bootstrap_port)
     }
 
     /// Whether `/server_info` has to be queried.
     pub(crate) fn is_query_due(&self, terms: &ProtocolTerms, now: Instant) -> bool {
-        let learned = *self.state();
+        let learned = self.state.load();
         let wanted = match terms.setting {
             ProtocolSetting::Auto => true,
             ProtocolSetting::Sglang => terms.bootstrap_port.is_none(),
@@ -93,7 +96,7 @@ impl LearnedProtocol {
     /// Whether an answer without SGLang's `/server_info` has to be checked again. A proxy may have sent it while the
     /// engine started.
     pub(crate) fn is_recheck_due(&self, terms: &ProtocolTerms, now: Instant) -> bool {
-        let learned = *self.state();
+        let learned = self.state.load();
         let is_old = |at: Instant| now.saturating_duration_since(at) >= RECHECK_INTERVAL;
         terms.setting == ProtocolSetting::Auto
             && learned.kind == Some(ProtocolKind::Vllm)
@@ -102,18 +105,18 @@ impl LearnedProtocol {
 
     /// Records an answer: `None` for an engine without SGLang's `/server_info`.
     pub(crate) fn learn(&self, info: Option<ServerInfo>, now: Instant) {
-        *self.state() = Learned {
+        self.state.store(Arc::new(Learned {
             kind: Some(if info.is_some() { ProtocolKind::Sglang } else { ProtocolKind::Vllm }),
             before: None,
             learned_at: Some(now),
             bootstrap_port: info.and_then(|info| info.bootstrap_port),
             failed_at: None,
-        };
+        }));
     }
 
     /// Records that there was no answer.
     pub(crate) fn failed(&self, now: Instant) {
-        self.state().failed_at = Some(now);
+        self.state.rcu(|learned| Learned { failed_at: Some(now), ..**learned });
     }
 
     /// The identity of a pushing engine's rank; `None` also if several processes answer there.
@@ -142,19 +145,13 @@ impl LearnedProtocol {
 
     /// Forgets everything: another process may answer at the engine's address.
     pub(crate) fn forget(&self) {
-        let mut state = self.state();
-        *state = Learned { before: state.kind.or(state.before), ..Learned::default() };
-        drop(state);
+        self.state.rcu(|learned| Learned { before: learned.kind.or(learned.before), ..Learned::default() });
         self.identities().clear();
         self.identity_changes.store(0, Ordering::Relaxed);
     }
 
     fn identities(&self) -> MutexGuard<'_, HashMap<Option<u16>, Arc<PushIdentity>>> {
         self.identities.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn state(&self) -> MutexGuard<'_, Learned> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -12,12 +12,25 @@ use crate::message::payload::Payload;
 use crate::message::rewrite::{self, TransferId};
 use crate::metrics::Leg;
 
-#[derive(Debug)]
-pub(super) struct Vllm;
+/// Which engine moves the blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Vllm {
+    /// The decode engine reads them.
+    Pull,
+    /// The prefill engine writes them ([`super::vllm_push`]).
+    Push,
+}
 
 impl Protocol for Vllm {
     fn order(&self) -> LegOrder {
-        LegOrder::PrefillFirst
+        match self {
+            Self::Pull => LegOrder::PrefillFirst,
+            Self::Push => LegOrder::Concurrent,
+        }
+    }
+
+    fn write_frees_decode(&self) -> bool {
+        *self == Self::Push
     }
 
     fn check(&self, _leg: &LegInput<'_>) -> Result<(), ApiError> {
@@ -25,7 +38,11 @@ impl Protocol for Vllm {
     }
 
     fn prefill_body(&self, leg: &LegInput<'_>, _link: Link<'_>) -> Payload {
-        rewrite::prefill_body(leg.dialect, leg.body, leg.fields, leg.model, leg.request, TransferId::None)
+        let transfer = match self {
+            Self::Pull => TransferId::None,
+            Self::Push => TransferId::Request,
+        };
+        rewrite::prefill_body(leg.dialect, leg.body, leg.fields, leg.model, leg.request, transfer)
     }
 
     fn decode_body(&self, leg: &LegInput<'_>, link: Link<'_>) -> Payload {

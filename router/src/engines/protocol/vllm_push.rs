@@ -8,17 +8,9 @@
 //! - The end of the write frees the blocks of both engines. A decode engine whose request was cancelled keeps its blocks
 //!   until then, without a time limit. So the prefill leg of a cancelled pair runs to its end.
 
-use baton_connector::exchange::SettlementCause;
-use baton_connector::{Handle, RequestId};
-use baton_openai::ApiError;
+use baton_connector::RequestId;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-
-use super::vllm::Vllm;
-use super::{Command, LegInput, LegOrder, Link, Protocol, Verb};
-use crate::message::payload::Payload;
-use crate::message::rewrite::{self, TransferId};
-use crate::metrics::Leg;
 
 /// Most bytes of an engine id and of a host.
 const NAME_BYTES_MAX: usize = 512;
@@ -66,55 +58,6 @@ impl PushIdentity {
         params["remote_request_id"] = request.as_str().into();
         params["transfer_id"] = request.as_str().into();
         params.to_string()
-    }
-}
-
-#[derive(Debug)]
-pub(crate) struct VllmPush;
-
-impl Protocol for VllmPush {
-    fn order(&self) -> LegOrder {
-        LegOrder::Concurrent
-    }
-
-    fn check(&self, leg: &LegInput<'_>) -> Result<(), ApiError> {
-        Vllm.check(leg)
-    }
-
-    fn write_frees_decode(&self) -> bool {
-        true
-    }
-
-    fn prefill_body(&self, leg: &LegInput<'_>, _link: Link<'_>) -> Payload {
-        rewrite::prefill_body(leg.dialect, leg.body, leg.fields, leg.model, leg.request, TransferId::Request)
-    }
-
-    fn decode_body(&self, leg: &LegInput<'_>, link: Link<'_>) -> Payload {
-        Vllm.decode_body(leg, link)
-    }
-
-    fn abort(&self, request: &RequestId, leg: Leg) -> Command {
-        Vllm.abort(request, leg)
-    }
-
-    fn confirms(&self, verb: Verb, body: &[u8]) -> bool {
-        Vllm.confirms(verb, body)
-    }
-
-    fn release(&self, handle: Handle, cause: SettlementCause) -> Option<Command> {
-        Vllm.release(handle, cause)
-    }
-
-    fn release_by_request(&self, request: &RequestId, cause: SettlementCause) -> Option<Command> {
-        Vllm.release_by_request(request, cause)
-    }
-
-    fn health_path(&self) -> &'static str {
-        Vllm.health_path()
-    }
-
-    fn load_path(&self) -> &'static str {
-        Vllm.load_path()
     }
 }
 

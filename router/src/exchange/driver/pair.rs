@@ -16,7 +16,7 @@ use crate::admission::Unavailable;
 use crate::client::disconnect::race;
 use crate::client::session::{ClientGone, Session};
 use crate::engines::http::{Engine, EngineRequest, EngineRequestGuard, Reply};
-use crate::engines::protocol::{LegOrder, Link, PushIdentity, VllmPush};
+use crate::engines::protocol::{LegOrder, Link, PushIdentity, Vllm};
 use crate::exchange::client_request::ClientRequest;
 use crate::legs::decode::{self, DecodeResult};
 use crate::legs::liveness::{ProbeError, wait_while_alive};
@@ -125,7 +125,7 @@ impl ExchangeDriver {
         let knows = reserved.engine().learned_protocol().identity(reserved.member.rank).is_some();
         self.selection.reserved_prefill = Some(reserved);
         if knows {
-            self.protocol = &VllmPush;
+            self.protocol = &Vllm::Push;
         }
         Ok(knows)
     }
@@ -135,7 +135,7 @@ impl ExchangeDriver {
         if let Some(identity) = PushIdentity::read(params) {
             engine.learned_protocol().set_identity(rank, identity);
             self.model.handoff.pushes.store(true, Ordering::Relaxed);
-            self.protocol = &VllmPush;
+            self.protocol = &Vllm::Push;
         } else if self.model.handoff.pushes.swap(false, Ordering::Relaxed) {
             engine.learned_protocol().forget_identity(rank);
         }

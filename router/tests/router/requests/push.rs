@@ -97,13 +97,11 @@ async fn a_failed_push_forgets_the_identity() {
         assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
     }
     system.settled().await;
-    let last = p.received().len() - 1;
     let all = [d.received(), other.received()].concat();
     let sequential = all
         .iter()
         .filter(|request| request.body["kv_transfer_params"]["remote_request_id"] == "cmpl-x-0-1234abcd");
     assert!(sequential.count() >= 2, "the next pair waits for a reply");
-    assert!(last >= 2);
 }
 
 #[tokio::test]

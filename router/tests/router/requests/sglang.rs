@@ -54,6 +54,15 @@ fn rid(engine: &FakeEngine, number: usize) -> String {
     engine.received()[number].body["rid"].as_str().unwrap_or_default().to_owned()
 }
 
+/// A client whose streamed completion both engines have received.
+async fn sent_to_both(system: &TestRouter, p: &FakeEngine, d: &FakeEngine) -> Client {
+    let mut client = Client::connect(system.address).await;
+    client.post("/v1/completions", &completion(true)).await;
+    await_requests(p, 1).await;
+    await_requests(d, 1).await;
+    client
+}
+
 /// Waits until an engine has received one abort of its first request.
 async fn aborted(engine: &FakeEngine) {
     let rid = rid(engine, 0);
@@ -64,10 +73,7 @@ async fn aborted(engine: &FakeEngine) {
 async fn both_legs_are_sent_at_once_with_the_same_room() {
     let (p, d) = (gated_prefill().await, engine("decode", Action::StreamGated(3)).await);
     let system = TestRouter::start(&[&p], &[&d]).await;
-    let mut client = Client::connect(system.address).await;
-    client.post("/v1/completions", &completion(true)).await;
-    await_requests(&p, 1).await;
-    await_requests(&d, 1).await;
+    let mut client = sent_to_both(&system, &p, &d).await;
     let (p_body, d_body) = (p.received()[0].body.clone(), d.received()[0].body.clone());
     for name in ["bootstrap_host", "bootstrap_port", "bootstrap_room", "rid", "max_tokens", "model"] {
         assert_eq!(p_body[name], d_body[name], "{name}");
@@ -94,10 +100,7 @@ async fn a_cancel_ends_both_legs_in_every_phase() {
         for (p_answers, events) in [(false, 0), (true, 0), (false, 1), (true, 1)] {
             let (p, d) = (gated_prefill().await, engine("decode", Action::StreamGated(3)).await);
             let system = TestRouter::start(&[&p], &[&d]).await;
-            let mut client = Client::connect(system.address).await;
-            client.post("/v1/completions", &completion(true)).await;
-            await_requests(&p, 1).await;
-            await_requests(&d, 1).await;
+            let mut client = sent_to_both(&system, &p, &d).await;
             if p_answers {
                 p.open_gate();
                 let engine = p.address;
@@ -173,10 +176,7 @@ async fn a_failed_leg_ends_the_other_and_the_next_pair_has_a_new_room() {
         let (bad, good) = (engine("prefill", bad_action).await, prefill().await);
         let (d, other) = (engine("decode", d_action).await, engine("decode", Action::Stream(2)).await);
         let system = TestRouter::start(&[&bad, &good], &[&d, &other]).await;
-        let mut client = Client::connect(system.address).await;
-        client.post("/v1/completions", &completion(true)).await;
-        await_requests(&bad, 1).await;
-        await_requests(&d, 1).await;
+        let mut client = sent_to_both(&system, &bad, &d).await;
         if p_fails {
             bad.open_gate();
         }
