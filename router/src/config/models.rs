@@ -45,6 +45,12 @@ pub struct ModelConfig {
     #[serde(default = "yes")]
     #[garde(skip)]
     pub early_handoff: bool,
+    /// A decode engine of vLLM 0.32 or later gets the token ids of a chat's prompt from the prefill engine's reply, and
+    /// does not tokenize the prompt again. For chats of text up to 512 KiB; other engines ignore the ids. Default
+    /// false.
+    #[serde(default)]
+    #[garde(skip)]
+    pub reuse_tokens: bool,
     /// If the decode engine of a stream fails, another one continues from the tokens that were sent, if the
     /// request allows it: see docs/explanation/resilience.md. The router then reads every event of such a
     /// stream. Needs `fallback: aggregate`. Default false.

@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use baton_connector::RequestId;
-use baton_openai::{ApiError, Code, RawBody, RequestOutline};
+use baton_openai::{ApiError, Code, Endpoint, RawBody, RequestOutline};
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderValue};
 
@@ -37,6 +37,9 @@ use crate::routing::disaggregation::DisaggregationInputs;
 use crate::routing::models::Model;
 use crate::state::generation::Generation;
 
+/// Bytes of a chat whose prompt is not tokenized twice. A token of text has a byte or more, and at most 8 bytes in the
+/// prefill engine's reply, which has 8 MiB at most.
+const REUSED_BYTES_MAX: usize = 512 << 10;
 /// The delay before a retry while too many bodies are in memory.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
@@ -137,6 +140,7 @@ impl ClientRequest {
         if outline.request.stream && !asks_for_usage && matches!(dialect, Dialect::OpenAi(_)) {
             owned.ask_for_usage(&body);
         }
+        owned.prompt_ids = model.handoff.reuse_tokens && reuses_tokens(dialect, &body, &non_text);
         let salt = outline.request.cache_salt.as_deref();
         let system = body.field("system").filter(|_| dialect == Dialect::Messages);
         let input = FeatureInput {
@@ -247,6 +251,15 @@ fn unserved_model_error(body: Bytes, generation: &Generation) -> Option<ApiError
     let body = RawBody::any(body, &generation.parse_limits, &ClientRules).ok()?;
     let name = body.string("model")?;
     generation.models.named(Some(&name)).err()
+}
+
+/// Whether a decode engine may use the token ids of the prefill engine's reply. Engines need the messages of a chat with
+/// media or `echo`.
+fn reuses_tokens(dialect: Dialect, body: &RawBody, non_text: &NonTextParts) -> bool {
+    dialect == Dialect::OpenAi(Endpoint::Chat)
+        && non_text.is_empty()
+        && body.len() <= REUSED_BYTES_MAX
+        && body.field("echo") != Some(b"true")
 }
 
 /// vLLM's `priority`.

@@ -13,7 +13,7 @@ use baton_connector::handoff::ReplyFacts;
 use baton_openai::{ParseLimits, RawBody, recover_member};
 use bytes::{Bytes, BytesMut};
 use hyper::StatusCode;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::sync::Notify;
 
 use super::{Fault, Refusal, Verdict, classify_unreadable, log_unsupported_endpoint};
@@ -32,6 +32,8 @@ const REPLY_BYTES_MAX: usize = 8 << 20;
 
 /// The member of a reply that contains the handoff.
 const HANDOFF: &str = "kv_transfer_params";
+/// The member of a reply, and of transfer parameters, that contains the prompt's token ids.
+const PROMPT_IDS: &str = "prompt_token_ids";
 
 pub(crate) use tail::{PrefillTail, PrefillTimeouts, ReplyTail, unless_failed};
 
@@ -59,12 +61,27 @@ pub(crate) struct PrefillCall {
     answer: Mutex<Pin<Box<ResponseFuture>>>,
 }
 
+/// The handoff of a reply.
+#[derive(Debug)]
+pub(crate) struct ReceivedHandoff {
+    /// The checked `kv_transfer_params`, unchanged.
+    pub params: Arc<str>,
+    /// The same with the prompt's token ids, if the reply has them.
+    with_prompt: Option<Arc<str>>,
+}
+
+impl ReceivedHandoff {
+    /// The transfer parameters of the decode leg.
+    pub(crate) fn into_decode_params(self) -> Arc<str> {
+        self.with_prompt.unwrap_or(self.params)
+    }
+}
+
 /// The result of an attempt.
 #[derive(Debug)]
 pub(crate) enum PrefillResult {
-    /// The engine opened a lease: its checked `kv_transfer_params`, unchanged, and the rest of its reply if it still
-    /// computes.
-    Leased(Arc<str>, LeaseIdentity, Option<ReplyTail>),
+    /// The engine opened a lease. With the rest of its reply if it still computes.
+    Leased(ReceivedHandoff, LeaseIdentity, Option<ReplyTail>),
     /// The engine responded without a lease.
     NoLease,
     /// The engine refused the request itself.
@@ -301,7 +318,9 @@ fn interpret(reply: &WholeReply, hosts: &AddressRedactor) -> PrefillResult {
     match ReplyFacts::check(params) {
         // A copy, because a slice would keep the whole reply until the response ends.
         Ok(ReplyFacts { handle, epoch, .. }) => {
-            PrefillResult::Leased(params.into(), LeaseIdentity { handle, epoch }, None)
+            let with_prompt = body.field(PROMPT_IDS).and_then(|ids| with_prompt(params, ids));
+            let handoff = ReceivedHandoff { params: params.into(), with_prompt };
+            PrefillResult::Leased(handoff, LeaseIdentity { handle, epoch }, None)
         }
         Err(error) => {
             tracing::debug!(
@@ -318,9 +337,19 @@ fn interpret(reply: &WholeReply, hosts: &AddressRedactor) -> PrefillResult {
 pub(crate) fn handoff_params(status: StatusCode, body: Bytes) -> Option<Arc<str>> {
     let reply = WholeReply { status, retry_after: None, body, own_key: false };
     match interpret(&reply, &AddressRedactor::default()) {
-        PrefillResult::Leased(params, ..) => Some(params),
+        PrefillResult::Leased(handoff, ..) => Some(handoff.params),
         PrefillResult::NoLease | PrefillResult::Refused(_) | PrefillResult::Failed(..) => None,
     }
+}
+
+/// Transfer parameters with the prompt's token ids, as vLLM's decode engines read them. `None` if one of the values is
+/// not what it must be.
+fn with_prompt(params: &str, ids: &[u8]) -> Option<Arc<str>> {
+    let ids: Vec<u32> = serde_json::from_slice(ids).ok()?;
+    let members = params.trim_start().strip_prefix('{')?;
+    // A reply's transfer parameters have members.
+    let is_usable = !ids.is_empty() && !params.contains(PROMPT_IDS);
+    is_usable.then(|| format!("{{\"{PROMPT_IDS}\":{},{members}", json!(ids)).into())
 }
 
 /// The handle to release from a reply with an unusable handoff.

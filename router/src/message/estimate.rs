@@ -51,6 +51,11 @@ impl NonTextParts {
         parts
     }
 
+    /// Whether the prompt is text.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.tokens == 0
+    }
+
     /// Estimated tokens of a body's prompt.
     pub(crate) fn prompt_tokens(&self, body: &RawBody) -> u64 {
         self.tokens + (body.len().saturating_sub(self.bytes) / BYTES_PER_TOKEN) as u64

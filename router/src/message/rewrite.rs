@@ -99,6 +99,8 @@ pub(crate) struct RouterFields {
     /// `cache_salt`, as JSON.
     cache_salt: Option<String>,
     without_priority: bool,
+    /// The prefill engine must return the prompt's token ids.
+    pub prompt_ids: bool,
     /// The engine must return the output's token ids.
     pub token_ids: bool,
     /// `stream_options` with usage, as JSON, for a stream whose client does not ask for usage.
@@ -206,6 +208,9 @@ pub(crate) fn prefill_body(
         added.push(("store", b"false"));
     }
     added.extend(router_fields.fields());
+    if router_fields.prompt_ids {
+        added.push(("return_token_ids", b"true"));
+    }
     let unset = if router_fields.without_priority { &UNSET_FOR_PREFILL[..] } else { &UNSET_FOR_PREFILL[1..] };
     body.write(&added, unset).into()
 }

@@ -49,6 +49,8 @@ pub(crate) struct Model {
 pub(crate) struct HandoffSettings {
     pub fallback: Fallback,
     pub early_handoff: bool,
+    /// The decode engine uses the token ids of the prefill engine's reply.
+    pub reuse_tokens: bool,
     /// Another engine continues a stream whose decode engine fails.
     pub resume: bool,
     /// A prefill engine has shown that it writes blocks to decode engines.
@@ -61,6 +63,7 @@ impl HandoffSettings {
         Self {
             fallback: config.fallback,
             early_handoff: config.early_handoff,
+            reuse_tokens: config.reuse_tokens,
             resume: config.resume && config.fallback == Fallback::Aggregate,
             pushes: AtomicBool::new(pushes),
         }

@@ -20,7 +20,7 @@ use crate::engines::protocol::{LegOrder, Link, PushIdentity, Vllm};
 use crate::exchange::client_request::ClientRequest;
 use crate::legs::decode::{self, DecodeResult};
 use crate::legs::liveness::{ProbeError, wait_while_alive};
-use crate::legs::prefill::{PrefillCall, PrefillResult, PrefillTimeouts};
+use crate::legs::prefill::{PrefillCall, PrefillResult, PrefillTimeouts, ReceivedHandoff};
 use crate::legs::request_error::RequestError;
 use crate::legs::{ErrorClass, Fault, Refusal};
 use crate::message::path::Dialect;
@@ -469,7 +469,7 @@ impl ExchangeDriver {
         self.apply(result.exchange_event(*attempt));
         match result {
             PrefillResult::NoLease => Ok(None),
-            PrefillResult::Leased(params, ..) => {
+            PrefillResult::Leased(ReceivedHandoff { params, .. }, ..) => {
                 let identity = PushIdentity::read(&params);
                 self.prefill.lease = Some((*attempt, params));
                 if !pushes || identity.as_ref() == pair.identity.as_deref() {

@@ -192,16 +192,16 @@ impl ExchangeDriver {
         }
         self.apply(result.exchange_event(attempt));
         match result {
-            PrefillResult::Leased(params, _, rest) => {
-                self.learn_identity(&engine, rank, &params);
+            PrefillResult::Leased(handoff, _, rest) => {
+                self.learn_identity(&engine, rank, &handoff.params);
                 self.prefill.tail = rest.zip(load).map(|(rest, load)| {
                     let timeouts = PrefillTimeouts { sent_at, silence, probe_interval };
                     self.exchange(Exchange::computes_on);
                     let exchange = &self.settlement.exchange;
                     PrefillTail::start(self.shared.clock, exchange, attempt, load, rest, timeouts)
                 });
-                self.prefill.lease = Some((attempt, Arc::clone(&params)));
-                Ok(PrefillAttempt::Responded(Some(params)))
+                self.prefill.lease = Some((attempt, Arc::clone(&handoff.params)));
+                Ok(PrefillAttempt::Responded(Some(handoff.into_decode_params())))
             }
             PrefillResult::NoLease => Ok(PrefillAttempt::Responded(None)),
             PrefillResult::Refused(refusal) => Err(RequestError::Refused(refusal)),

@@ -72,7 +72,7 @@ proptest! {
         }
         match answered(json!({"id": "p", "kv_transfer_params": params}).to_string()) {
             PrefillResult::Leased(handed, ..) => {
-                let handed: Value = serde_json::from_str(&handed).expect("only JSON is handed on");
+                let handed: Value = serde_json::from_str(&handed.params).expect("only JSON is handed on");
                 prop_assert!(is_complete(&handed), "{handed}");
                 prop_assert_eq!(handed, params);
             }
@@ -95,7 +95,7 @@ proptest! {
         bytes.truncate(cut.max(1));
         if let PrefillResult::Leased(handed, ..) = answered(bytes.clone()) {
             let parsed: Value = serde_json::from_slice(&bytes).expect("only JSON is handed on");
-            let handed: Value = serde_json::from_str(&handed).expect("only JSON is handed on");
+            let handed: Value = serde_json::from_str(&handed.params).expect("only JSON is handed on");
             prop_assert!(is_complete(&handed));
             prop_assert_eq!(&handed, &parsed["kv_transfer_params"]);
         }

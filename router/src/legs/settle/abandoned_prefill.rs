@@ -196,7 +196,7 @@ impl Settler {
     ) {
         let event = prefilled.exchange_event(attempt);
         let params = match prefilled {
-            PrefillResult::Leased(params, ..) => Some(params),
+            PrefillResult::Leased(handoff, ..) => Some(handoff.params),
             PrefillResult::NoLease | PrefillResult::Refused(_) | PrefillResult::Failed(..) => None,
         };
         let now = self.clock.now();

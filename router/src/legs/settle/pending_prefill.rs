@@ -66,7 +66,8 @@ impl Settler {
                     engine.completed(Leg::Prefill);
                 }
                 let event = result.exchange_event(attempt);
-                let params = if let PrefillResult::Leased(params, ..) = result { Some(params) } else { None };
+                let params =
+                    if let PrefillResult::Leased(handoff, ..) = result { Some(handoff.params) } else { None };
                 (event, params, None)
             }
             Some(Err(_unresponsive)) => (Event::PrefillFailed(attempt, Failure::Unknown), None, Some(call)),

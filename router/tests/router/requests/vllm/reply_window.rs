@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::harness::client::{Client, DISCONNECT_KINDS, completion, post};
 use crate::harness::engine::{Action, FakeEngine};
 use crate::harness::system::TestRouter;
-use crate::requests::stock_engine::{PinnedBlocks, config, consume, produce, refusable};
+use crate::requests::vllm::stock_engine::{PinnedBlocks, config, consume, produce, refusable};
 
 const WAITS: &str = "baton_router_abandon_waits_total";
 
