@@ -39,7 +39,7 @@ fn alphabet() -> Vec<Event> {
     for d in D {
         events.extend([Event::DecodeSent(d), Event::DecodeAccepted(d), Event::DecodeRefused(d)]);
         events.extend(failures.map(|f| Event::DecodeFailed(d, f)));
-        events.extend([Event::FirstChunk(d), Event::StreamEnded(d)]);
+        events.extend([Event::DecodeDeclined(d), Event::FirstChunk(d), Event::StreamEnded(d)]);
         events.extend([Event::StreamBroken(d), Event::StreamCut(d)]);
     }
     events
@@ -74,6 +74,7 @@ impl EngineModel {
             | Event::DecodeAccepted(a)
             | Event::DecodeRefused(a)
             | Event::DecodeFailed(a, _)
+            | Event::DecodeDeclined(a)
             | Event::FirstChunk(a)
             | Event::StreamEnded(a)
             | Event::StreamBroken(a)
@@ -118,6 +119,14 @@ impl EngineModel {
             | Event::PrefillFailed(a, _)
             | Event::DecodeRefused(a)
             | Event::DecodeFailed(a, _) => drop(self.working.remove(&a)),
+            // An engine with a prefill half declines nothing.
+            Event::DecodeDeclined(a) => {
+                if let State::Decoding(_, PrefillHalf::Ended) | State::Accepted(_, PrefillHalf::Ended) =
+                    before
+                {
+                    self.working.remove(&a);
+                }
+            }
             Event::StreamEnded(a) => {
                 self.working.remove(&a);
                 if let State::Accepted(_, PrefillHalf::Computing(p))
@@ -335,12 +344,13 @@ fn an_early_handoff_prefill_lasts_until_its_end() {
 #[test]
 fn the_transition_table_matches_its_golden_file() {
     let [p, d] = [Event::PrefillSent(P[0]), Event::DecodeSent(D[0])];
-    let prefixes: [&[Event]; 13] = [
+    let prefixes: [&[Event]; 14] = [
         &[],
         &[Event::PrefillSent(P[0])],
         &[Event::PrefillSent(P[0]), Event::PrefillFailed(P[0], Failure::Unknown)],
         &[Event::PrefillSent(P[0]), Event::PrefillLeased(P[0], Some(handle(P[0])))],
         &[Event::PrefillSkipped],
+        &[Event::PrefillSkipped, Event::DecodeSent(D[0])],
         &[Event::PrefillSent(P[0]), Event::PrefillLeased(P[0], Some(handle(P[0]))), Event::DecodeSent(D[0])],
         &[
             Event::PrefillSent(P[0]),

@@ -10,6 +10,7 @@
 //!                                           Done ◀─ ended, broken ─ Streaming ◀─ first chunk ─ Accepted(D)
 //!        ReadyToDecode(none) ◀─ cut: another decode engine continues ──┴─────────────────────────┘
 //! Accepted(D) ─ failed before the first chunk ─▶ ReadyToDecode(lease): some engines report a failure only then
+//! Decoding(D), Accepted(D), without a prefill ─ declined ─▶ Choosing: D has cached too little of the prompt
 //! any state but Done ─ client gone, dropped ─▶ Done
 //!
 //! Both legs at once, for protocols whose decode engine needs no reply of the prefill engine:
@@ -226,10 +227,13 @@ impl Exchange {
             // Both legs at once.
             (S::Prefilling(on), E::DecodeSent(to)) => self.enter(S::Decoding(to, P::Computing(on))),
             (S::Choosing, E::PrefillSkipped) => self.enter(S::ReadyToDecode(None)),
-            (S::Choosing, E::NotAdmitted) => {
+            // Also after a decode engine that got the request before any prefill engine and failed.
+            (S::Choosing | S::ReadyToDecode(None), E::NotAdmitted) => {
                 self.end(Outcome::NotAdmitted, SettlementCause::DecodeUnreachable)
             }
-            (S::Choosing, E::NoEngine) => self.end(Outcome::NoEngine, SettlementCause::DecodeUnreachable),
+            (S::Choosing | S::ReadyToDecode(None), E::NoEngine) => {
+                self.end(Outcome::NoEngine, SettlementCause::DecodeUnreachable)
+            }
             // Every pair failed, the last one at its decode engine.
             (S::Choosing, E::ExhaustedFor(cause @ SettlementCause::DecodeFailed)) => {
                 self.end(Outcome::DecodeExhausted, cause)
@@ -273,6 +277,9 @@ impl Exchange {
                     P::Ended | P::Leased(_) => S::ReadyToDecode(prefill.lease()),
                 };
                 self.end(Outcome::DecodeRefused, SettlementCause::DecodeRefused)
+            }
+            (S::Decoding(on, P::Ended) | S::Accepted(on, P::Ended), E::DecodeDeclined(by)) if on == by => {
+                self.enter(S::Choosing)
             }
             // Also after acceptance: some engines report a failure only in the response.
             (S::Decoding(on, prefill) | S::Accepted(on, prefill), E::DecodeFailed(by, failure))
@@ -404,6 +411,7 @@ impl Exchange {
                 | E::DecodeAccepted(_)
                 | E::DecodeRefused(_)
                 | E::DecodeFailed(..)
+                | E::DecodeDeclined(_)
                 | E::FirstChunk(_)
                 | E::StreamEnded(_)
                 | E::StreamBroken(_)
@@ -500,6 +508,7 @@ impl Exchange {
             | Event::PrefillFailed(..)
             | Event::DecodeRefused(_)
             | Event::DecodeFailed(..)
+            | Event::DecodeDeclined(_)
             | Event::StreamEnded(_)
             | Event::StreamBroken(_)
             | Event::StreamCut(_)

@@ -95,6 +95,9 @@ pub enum ProtocolSetting {
     /// vLLM's pull protocol, and that of Baton's engines: first the prefill leg, then the decode leg with the
     /// handoff of its reply.
     Vllm,
+    /// vLLM engines whose connector shares KV blocks through a store: a shared file system, LMCache, Mooncake Store or
+    /// an offloading tier. First the prefill leg, then the decode leg, without a handoff.
+    VllmStore,
     /// SGLang's protocol: both legs at once, with the same bootstrap room.
     Sglang,
 }
@@ -199,6 +202,13 @@ pub struct DisaggregateConfig {
     /// The decode engine would have to compute at least this share of the prompt. 0.0 to 1.0; default 0.0.
     #[garde(range(min = 0.0, max = 1.0))]
     pub min_uncached_share: f64,
+    /// Conditional decode: the decode engine gets the request first, with this `cache_hit_threshold`. A prefill engine
+    /// computes the prompt only if the decode engine replies that it has cached a smaller share: with 412, or with
+    /// `finish_reason: cache_threshold` (llm-d's images of vLLM). An engine that does not know the field computes every
+    /// prompt itself. For completions and chats. 0.01 to 1.0; default: none.
+    #[garde(inner(range(min = 0.01, max = 1.0)))]
+    #[schemars(range(min = 0.01, max = 1.0))]
+    pub cache_hit_threshold: Option<f64>,
     /// The least loaded prefill engine has fewer requests in flight than this. 1 to 1,000,000; default: no bound.
     #[garde(inner(range(min = 1, max = 1_000_000)))]
     #[schemars(range(min = 1, max = 1_000_000))]

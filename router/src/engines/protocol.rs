@@ -6,6 +6,7 @@
 //! | protocol | order | handoff | abort | release |
 //! |---|---|---|---|---|
 //! | [`vllm`] | prefill first | `kv_transfer_params` of P's reply | `POST /abort_requests` | `POST /kv/release` |
+//! | [`vllm`], through a store | prefill first | none: the engines share a store | as [`vllm`] | none: no lease |
 //! | [`vllm_push`] | both legs at once | P's identity, the same request id | as [`vllm`] | as [`vllm`], before D has the request |
 //! | [`sglang`] | both legs at once | `bootstrap_*` in both bodies | `POST /abort_request` by `rid` | none: no lease |
 
@@ -138,6 +139,7 @@ pub(crate) trait Protocol: Send + Sync + fmt::Debug {
 pub(crate) enum ProtocolKind {
     #[default]
     Vllm,
+    VllmStore,
     Sglang,
 }
 
@@ -147,6 +149,7 @@ impl ProtocolKind {
         match setting {
             ProtocolSetting::Auto => None,
             ProtocolSetting::Vllm => Some(Self::Vllm),
+            ProtocolSetting::VllmStore => Some(Self::VllmStore),
             ProtocolSetting::Sglang => Some(Self::Sglang),
         }
     }
@@ -154,6 +157,7 @@ impl ProtocolKind {
     pub(crate) fn protocol(self) -> &'static dyn Protocol {
         match self {
             Self::Vllm => &Vllm::Pull,
+            Self::VllmStore => &Vllm::Store,
             Self::Sglang => &sglang::Sglang,
         }
     }

@@ -140,6 +140,10 @@ impl ClientRequest {
         if outline.request.stream && !asks_for_usage && matches!(dialect, Dialect::OpenAi(_)) {
             owned.ask_for_usage(&body);
         }
+        if model.disaggregate.cache_hit_threshold.is_some() {
+            // Only a conditional decode has another value.
+            owned = owned.with_cache_hit_threshold(0.0);
+        }
         owned.prompt_ids = model.handoff.reuse_tokens && reuses_tokens(dialect, &body, &non_text);
         let salt = outline.request.cache_salt.as_deref();
         let system = body.field("system").filter(|_| dialect == Dialect::Messages);

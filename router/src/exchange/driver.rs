@@ -4,6 +4,7 @@
 //! The request's context owns the driver. `Drop` settles: after a response, a refusal, a panic or a shutdown, the
 //! machine gets the event, and engines get the pending aborts and releases.
 
+mod conditional_decode;
 mod continuation;
 mod decode;
 mod faults;

@@ -88,10 +88,15 @@ pub(crate) async fn ask(
                 return Ok(Err(reply.error_reply(embedded.status, embedded.error)));
             }
         }
-        if is_aborted(&mut reply, &outgoing.path, start).await {
-            return Ok(Err(reply.error_reply(StatusCode::SERVICE_UNAVAILABLE, ABORT_ERROR.into())));
-        }
-        Ok(Ok(reply))
+        Ok(match reply_start(&mut reply, &outgoing.path, start).await {
+            ReplyStart::Usual | ReplyStart::Role => Ok(reply),
+            ReplyStart::Aborted => {
+                Err(reply.error_reply(StatusCode::SERVICE_UNAVAILABLE, ABORT_ERROR.into()))
+            }
+            ReplyStart::PrefixMissing => {
+                Err(reply.error_reply(StatusCode::PRECONDITION_FAILED, Bytes::new()))
+            }
+        })
     };
     match wait_while_alive(engine, pause, first_byte, call).await {
         Ok(Ok(Ok(reply))) => DecodeResult::Accepted(Box::new(reply)),
@@ -147,9 +152,8 @@ fn may_be_for_usage(engine: &Engine, refusal: &WholeReply) -> bool {
             && Verdict::of(refusal, engine.redactor()).class == ErrorClass::Refused
 }
 
-/// Whether a successful reply only reports that the engine aborted the request. `start` is the part that was read; it
-/// is put back with what is read here.
-async fn is_aborted(reply: &mut Reply, path: &str, mut start: Bytes) -> bool {
+/// What the start of a successful reply shows. `start` is the part that was read; it is put back with what is read here.
+async fn reply_start(reply: &mut Reply, path: &str, mut start: Bytes) -> ReplyStart {
     let generates = [Endpoint::Completions, Endpoint::Chat].iter().any(|endpoint| endpoint.path() == path);
     let result = match reply.is_stream() {
         _ if !generates => ReplyStart::Usual,
@@ -165,7 +169,7 @@ async fn is_aborted(reply: &mut Reply, path: &str, mut start: Bytes) -> bool {
     if !start.is_empty() {
         reply.put_back(start);
     }
-    result == ReplyStart::Aborted
+    result
 }
 
 /// Reads until the start of a reply is long enough to be judged, or for a short time. An error is put back.

@@ -45,6 +45,8 @@ pub(crate) enum ErrorClass {
     Refused,
     /// The engine is full, draining or has failed. Another engine may succeed with the same handoff.
     Retryable,
+    /// The engine has cached too little of the prompt to serve the request. Otherwise like [`Self::Retryable`].
+    PrefixMissing,
     /// The engine reports an internal error (500). Like [`Self::Retryable`], but a stock decode engine returns nothing
     /// else if the producer is gone.
     InternalError,
@@ -93,8 +95,9 @@ impl EngineError<'_> {
         let by_status = match answer.status.as_u16() {
             408 | 429 | OVERLOADED => (ErrorClass::Retryable, Fault::None),
             // Answered before inference, and not about the request: a vLLM engine changes its role (409, `pd_role`), or
-            // llm-d's picker finds no cached prefix at the engine (412).
-            409 | 412 => (ErrorClass::Retryable, Fault::None),
+            // the engine has cached too little of the prompt (412, also by llm-d's picker).
+            409 => (ErrorClass::Retryable, Fault::None),
+            412 => (ErrorClass::PrefixMissing, Fault::None),
             400..=499 => (ErrorClass::Refused, Fault::None),
             500 => (ErrorClass::InternalError, Fault::Engine),
             // The engine lacks the endpoint (vLLM's Rust front end).
@@ -258,6 +261,7 @@ impl Refusal {
             // Not the client's fault, whatever the status means to a router.
             (
                 ErrorClass::Retryable
+                | ErrorClass::PrefixMissing
                 | ErrorClass::InternalError
                 | ErrorClass::CannotUseHandoff
                 | ErrorClass::HandoffSpent,
@@ -451,7 +455,7 @@ mod tests {
             (408, "", ErrorClass::Retryable),
             (529, "", ErrorClass::Retryable),
             (409, "", ErrorClass::Retryable),
-            (412, "", ErrorClass::Retryable),
+            (412, "", ErrorClass::PrefixMissing),
             (500, "", ErrorClass::InternalError),
             (502, "", ErrorClass::Retryable),
             (503, "draining", ErrorClass::Retryable),

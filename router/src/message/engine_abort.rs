@@ -18,6 +18,7 @@ pub(crate) const START_BYTES_MAX: usize = 4 << 10;
 pub(crate) const ABORT_ERROR: &str = r#"{"error":{"message":"the engine aborted the request","type":"service_unavailable_error","param":null,"code":"kv_gone"}}"#;
 
 static ABORT: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"abort\""));
+static THRESHOLD: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"cache_threshold\""));
 static ROLE: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"role\""));
 
 /// The start of a reply.
@@ -29,13 +30,15 @@ pub(crate) enum ReplyStart {
     Role,
     /// The engine has aborted the request.
     Aborted,
+    /// The engine has cached too little of the prompt, and has generated nothing (`cache_hit_threshold`).
+    PrefixMissing,
 }
 
 impl ReplyStart {
     /// Of the whole frames of a stream. Bytes behind the last one do not count.
     pub(crate) fn of_stream(bytes: &[u8]) -> Self {
         // Inside of a string the quotes of these words would be escaped.
-        let may_matter = ABORT.find(bytes).is_some() || ROLE.find(bytes).is_some();
+        let may_matter = is_early_end(bytes) || ROLE.find(bytes).is_some();
         if bytes.len() > START_BYTES_MAX || !may_matter {
             return Self::Usual;
         }
@@ -46,7 +49,7 @@ impl ReplyStart {
 
     /// Of a whole reply.
     pub(crate) fn of_whole(bytes: &[u8]) -> Self {
-        if bytes.len() > START_BYTES_MAX || ABORT.find(bytes).is_none() {
+        if bytes.len() > START_BYTES_MAX || !is_early_end(bytes) {
             return Self::Usual;
         }
         Self::of_json(bytes)
@@ -60,12 +63,19 @@ impl ReplyStart {
             Self::Usual
         } else if all(&|choice| choice["finish_reason"] == "abort") {
             Self::Aborted
+        } else if all(&|choice| choice["finish_reason"] == "cache_threshold") {
+            Self::PrefixMissing
         } else if all(&|choice| choice["finish_reason"].is_null() && choice["delta"]["role"].is_string()) {
             Self::Role
         } else {
             Self::Usual
         }
     }
+}
+
+/// Whether a reply may have ended before its first token.
+fn is_early_end(bytes: &[u8]) -> bool {
+    [&ABORT, &THRESHOLD].iter().any(|reason| reason.find(bytes).is_some())
 }
 
 /// Whether a choice has anything that a client could use, or shows that tokens were generated.
@@ -175,6 +185,16 @@ mod tests {
         ] {
             assert_eq!(ReplyStart::of_whole(usual.as_bytes()), ReplyStart::Usual, "{usual}");
         }
+    }
+
+    #[test]
+    fn a_reply_without_content_below_the_cache_threshold_is_recognized() {
+        let reason = || json!("cache_threshold");
+        let stream = role() + &event(&[choice(json!({"delta": {}}), reason())]);
+        assert_eq!(ReplyStart::of_stream(stream.as_bytes()), ReplyStart::PrefixMissing);
+        let whole = |text: &str| json!({"choices": [choice(json!({"text": text}), reason())]}).to_string();
+        assert_eq!(ReplyStart::of_whole(whole("").as_bytes()), ReplyStart::PrefixMissing);
+        assert_eq!(ReplyStart::of_whole(whole("a").as_bytes()), ReplyStart::Usual);
     }
 
     #[test]

@@ -101,6 +101,8 @@ pub(crate) struct RouterFields {
     without_priority: bool,
     /// The prefill engine must return the prompt's token ids.
     pub prompt_ids: bool,
+    /// `cache_hit_threshold`, as JSON.
+    cache_hit_threshold: Option<String>,
     /// The engine must return the output's token ids.
     pub token_ids: bool,
     /// `stream_options` with usage, as JSON, for a stream whose client does not ask for usage.
@@ -112,6 +114,11 @@ impl RouterFields {
     /// may not set it.
     pub(crate) fn new(cache_salt: Option<&str>, without_priority: bool) -> Self {
         Self { cache_salt: cache_salt.map(json), without_priority, ..Self::default() }
+    }
+
+    /// With this `cache_hit_threshold`: an engine that has cached a smaller share of the prompt generates nothing.
+    pub(crate) fn with_cache_hit_threshold(self, share: f64) -> Self {
+        Self { cache_hit_threshold: Some(share.to_string()), ..self }
     }
 
     /// Asks the decode engine for the usage of a stream, in addition to the client's options.
@@ -153,17 +160,21 @@ impl RouterFields {
     }
 
     fn fields(&self) -> impl Iterator<Item = (&str, &[u8])> {
-        self.cache_salt.iter().map(|salt| ("cache_salt", salt.as_bytes()))
+        let threshold =
+            self.cache_hit_threshold.iter().map(|share| ("cache_hit_threshold", share.as_bytes()));
+        self.cache_salt.iter().map(|salt| ("cache_salt", salt.as_bytes())).chain(threshold)
     }
 }
 
-/// Whether the prefill leg names the transfer. vLLM's push connector will match its legs by this id (vLLM's
-/// docs/design/nixl_kv_push_connector.md), and 0.33 ignores it.
+/// The transfer parameters of the prefill leg.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum TransferId {
+pub(crate) enum TransferParams {
+    /// The engine leases the blocks.
+    Lease,
+    /// The same, with the request's id as the name of the transfer. vLLM's push connector will match its legs by it
+    /// (vLLM's docs/design/nixl_kv_push_connector.md), and 0.33 ignores it.
+    LeaseWithId,
     None,
-    /// The id of the request.
-    Request,
 }
 
 /// Bytes of a `user` that the prefill leg's transfer parameters repeat, with its quotes. Engines use it as a tag.
@@ -178,25 +189,27 @@ pub(crate) fn prefill_body(
     router_fields: &RouterFields,
     model: &ModelName,
     request: &RequestId,
-    transfer: TransferId,
+    transfer: TransferParams,
 ) -> Payload {
     let params = KvIntent::PRODUCE_REQUEST.strip_suffix('}').expect("it is a JSON object");
     let tag = body.field("user").filter(|user| user.starts_with(b"\"") && user.len() <= TAG_JSON_BYTES_MAX);
     let tag = tag.and_then(|user| std::str::from_utf8(user).ok());
     let tag = tag.map_or_else(String::new, |user| format!(",\"router_user\":{user}"));
     let id = json(request.as_str());
-    let transfer = match transfer {
-        TransferId::None => String::new(),
-        TransferId::Request => format!(",\"transfer_id\":{id}"),
+    let name = match transfer {
+        TransferParams::LeaseWithId => format!(",\"transfer_id\":{id}"),
+        TransferParams::Lease | TransferParams::None => String::new(),
     };
-    let params = format!("{params},\"router_request_id\":{id}{transfer}{tag}}}");
+    let params = format!("{params},\"router_request_id\":{id}{name}{tag}}}");
     let mut added: Vec<(&str, &[u8])> = Vec::with_capacity(ROUTER_FIELDS_MAX);
     added.extend([
         ("model", model.as_json().as_bytes()),
         ("stream", b"false"),
         (dialect.length_field(), b"1"),
-        ("kv_transfer_params", params.as_bytes()),
     ]);
+    if transfer != TransferParams::None {
+        added.push(("kv_transfer_params", params.as_bytes()));
+    }
     // Only fields of the client: older engines refuse unknown fields.
     for name in ["max_completion_tokens", "max_output_tokens", "n", "best_of"] {
         if body.has(name) {
@@ -268,7 +281,7 @@ mod tests {
     }
 
     fn prefill(dialect: Dialect, body: &RawBody, id: &RequestId) -> Payload {
-        prefill_body(dialect, body, &RouterFields::default(), &model(), id, TransferId::None)
+        prefill_body(dialect, body, &RouterFields::default(), &model(), id, TransferParams::Lease)
     }
 
     fn read(payload: &Payload) -> Value {
@@ -411,7 +424,7 @@ mod tests {
                 decode_body(&any, &RouterFields::default(), &model, None),
             ];
             let prefill = |dialect| {
-                prefill_body(dialect, &raw, &RouterFields::default(), &model, &id(), TransferId::None)
+                prefill_body(dialect, &raw, &RouterFields::default(), &model, &id(), TransferParams::Lease)
             };
             sent.extend(dialect.map(prefill));
             for sent in sent {

@@ -8,9 +8,10 @@ use super::registry::{Counter, Registry, families};
 families! {
     counter DISAGGREGATION("baton_router_disagg_decisions_total", ["decision", "reason"]):
         "Requests by where the prefill runs, with the reason: on a prefill engine (`prefill_decode`) or on the decode \
-         engine (`decode_only`). `prompt_logprobs`: the response includes prompt tokens. \
-         `engine_state`: a response that depends on state of its engine. `push_unmatched`: a prefill engine that writes the blocks could not match the legs. `fell_back`: no prefill \
-         engine was available.";
+         engine (`decode_only`). `prompt_logprobs`: the response includes prompt tokens. `engine_state`: a response that \
+         depends on state of its engine. `push_unmatched`: a prefill engine that writes the blocks could not match the \
+         legs. `fell_back`: no prefill engine was available. `decoded_first`: the decode engine had cached enough, by its \
+         own reply (`disaggregate.cache_hit_threshold`).";
     counter DECISIONS("baton_router_decisions_total", ["model", "leg", "policy", "reason"]):
         "Choices of an engine, by policy and reason. `/explain` shows the same reason for one request.";
 }
@@ -132,6 +133,8 @@ baton_connector::labelled! {
         /// The decode engine has cached too much of the prompt.
         Cached => "cached",
         PrefillBusy => "prefill_busy",
+        /// The decode engine has cached enough of the prompt by its own reply. A result, never a decision.
+        DecodedFirst => "decoded_first",
         /// No prefill engine was available, and the model falls back. A result, never a decision.
         FellBack => "fell_back",
     }
@@ -150,6 +153,7 @@ impl DisaggregationReason {
             | Self::ShortPrompt
             | Self::Cached
             | Self::PrefillBusy
+            | Self::DecodedFirst
             | Self::FellBack => false,
         }
     }

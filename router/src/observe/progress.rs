@@ -60,6 +60,7 @@ impl RequestProgress {
                 (by, Leg::Decode, self.reason(AttemptFailure::Died))
             }
             Event::NotAdmitted
+            | Event::DecodeDeclined(_)
             | Event::NoEngine
             | Event::PrefillEnded(_)
             | Event::PrefillSkipped

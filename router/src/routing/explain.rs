@@ -178,6 +178,9 @@ impl Explanation {
             Event::DecodeAccepted(by) => step(by, Decode, Some("accepted")),
             Event::DecodeRefused(by) => step(by, Decode, Some("refused the request")),
             Event::DecodeFailed(by, failure) => step(by, Decode, Some(failure_text(failure))),
+            Event::DecodeDeclined(by) => {
+                step(by, Decode, Some("declined: too little of the prompt is cached"))
+            }
             Event::FirstChunk(by) => step(by, Decode, Some("first bytes")),
             Event::StreamEnded(by) => step(by, Decode, Some("complete")),
             Event::StreamBroken(by) => step(by, Decode, Some("failed")),

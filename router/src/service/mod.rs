@@ -176,9 +176,11 @@ impl ClientService {
         driver.progress.reading = request.stream_reading();
         // Boxed: a response may be relayed for minutes, and would keep the memory of the earlier steps.
         let legs = Box::pin(async {
-            if driver.sends_pairs(session, &request).await?
-                && let Some(response) = driver.decode_as_pair(session, &request).await?
-            {
+            if driver.sends_pairs(session, &request).await? {
+                if let Some(response) = driver.decode_as_pair(session, &request).await? {
+                    return Ok(response);
+                }
+            } else if let Some(response) = driver.decode_conditionally(session, &request).await? {
                 return Ok(response);
             }
             let handoff = driver.prefill(session, &request).await?;

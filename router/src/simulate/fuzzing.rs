@@ -16,7 +16,9 @@ use crate::client::http::chunked::{ChunkError, ChunkedReader};
 use crate::client::http::head;
 use crate::legs::prefill;
 use crate::message::path::Dialect;
-use crate::message::rewrite::{ClientRules, ModelName, RouterFields, TransferId, decode_body, prefill_body};
+use crate::message::rewrite::{
+    ClientRules, ModelName, RouterFields, TransferParams, decode_body, prefill_body,
+};
 use crate::message::sse::FrameBuffer;
 
 /// A body from a client: the forwarded body equals the parsed one without its internal fields.
@@ -40,9 +42,10 @@ pub fn request_json(bytes: &[u8]) {
         if let Ok((body, _)) = read {
             let (dialect, model) = (Dialect::OpenAi(endpoint), ModelName::new("m"));
             let id = RequestId::new("r").expect("an id");
-            let sent = prefill_body(dialect, &body, &RouterFields::default(), &model, &id, TransferId::None)
-                .pieces()
-                .concat();
+            let sent =
+                prefill_body(dialect, &body, &RouterFields::default(), &model, &id, TransferParams::Lease)
+                    .pieces()
+                    .concat();
             assert_eq!(parse_object(&sent, &limits).expect("one object")["stream"], false);
         }
     }

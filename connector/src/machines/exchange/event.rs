@@ -33,6 +33,8 @@ pub enum Event {
     PrefillEnded(Attempt),
     /// The decode attempt failed before the first byte of the response.
     DecodeFailed(Attempt, Failure),
+    /// The decode engine has cached too little of the prompt and computes nothing. A prefill follows.
+    DecodeDeclined(Attempt),
     /// The first byte of the response.
     FirstChunk(Attempt),
     /// The response is complete.

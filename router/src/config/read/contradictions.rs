@@ -176,6 +176,10 @@ fn protocols(models: &[ModelConfig], found: &mut Vec<(String, String)>) {
                 let message = "with `protocol: sglang` every request has both legs";
                 found.push((format!("models[{at}].disaggregate"), message.into()));
             }
+            if model.reuse_tokens {
+                let message = "both of SGLang's legs are sent at once, so there are no token ids to reuse";
+                found.push((format!("models[{at}].reuse_tokens"), message.into()));
+            }
         }
     }
 }

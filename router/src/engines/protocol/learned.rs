@@ -87,7 +87,7 @@ impl LearnedProtocol {
         let wanted = match terms.setting {
             ProtocolSetting::Auto => true,
             ProtocolSetting::Sglang => terms.bootstrap_port.is_none(),
-            ProtocolSetting::Vllm => false,
+            ProtocolSetting::Vllm | ProtocolSetting::VllmStore => false,
         };
         let failed = learned.failed_at.is_some_and(|at| now.saturating_duration_since(at) < RETRY_INTERVAL);
         wanted && learned.kind.is_none() && !failed

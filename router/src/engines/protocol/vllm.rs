@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::{Command, LegInput, LegOrder, Link, Protocol, Verb};
 use crate::message::payload::Payload;
-use crate::message::rewrite::{self, TransferId};
+use crate::message::rewrite::{self, TransferParams};
 use crate::metrics::Leg;
 
 /// Which engine moves the blocks.
@@ -19,12 +19,15 @@ pub(crate) enum Vllm {
     Pull,
     /// The prefill engine writes them ([`super::vllm_push`]).
     Push,
+    /// Both engines' connectors: the prefill engine saves them in a store, and the decode engine loads them by their
+    /// hashes. There is no handoff and no lease.
+    Store,
 }
 
 impl Protocol for Vllm {
     fn order(&self) -> LegOrder {
         match self {
-            Self::Pull => LegOrder::PrefillFirst,
+            Self::Pull | Self::Store => LegOrder::PrefillFirst,
             Self::Push => LegOrder::Concurrent,
         }
     }
@@ -39,16 +42,17 @@ impl Protocol for Vllm {
 
     fn prefill_body(&self, leg: &LegInput<'_>, _link: Link<'_>) -> Payload {
         let transfer = match self {
-            Self::Pull => TransferId::None,
-            Self::Push => TransferId::Request,
+            Self::Pull => TransferParams::Lease,
+            Self::Push => TransferParams::LeaseWithId,
+            Self::Store => TransferParams::None,
         };
         rewrite::prefill_body(leg.dialect, leg.body, leg.fields, leg.model, leg.request, transfer)
     }
 
     fn decode_body(&self, leg: &LegInput<'_>, link: Link<'_>) -> Payload {
         let handoff = match link {
-            Link::Handoff(handoff) => Some(handoff),
-            Link::None | Link::Bootstrap(_) => None,
+            Link::Handoff(handoff) if *self != Self::Store => Some(handoff),
+            Link::Handoff(_) | Link::None | Link::Bootstrap(_) => None,
         };
         rewrite::decode_body(leg.body, leg.fields, leg.model, handoff)
     }
@@ -68,11 +72,13 @@ impl Protocol for Vllm {
     }
 
     fn release(&self, handle: Handle, cause: SettlementCause) -> Option<Command> {
-        Some(command("/kv/release", &json!({"handle": handle.to_string(), "reason": cause.label()})))
+        let body = json!({"handle": handle.to_string(), "reason": cause.label()});
+        (*self != Self::Store).then(|| command("/kv/release", &body))
     }
 
     fn release_by_request(&self, request: &RequestId, cause: SettlementCause) -> Option<Command> {
-        Some(command("/kv/release", &json!({"request_id": request.as_str(), "reason": cause.label()})))
+        let body = json!({"request_id": request.as_str(), "reason": cause.label()});
+        (*self != Self::Store).then(|| command("/kv/release", &body))
     }
 
     fn health_path(&self) -> &'static str {

@@ -74,7 +74,8 @@ impl ExchangeDriver {
             let plain_body = || without_usage(&body);
             let plain_body = request.owned.asks_for_usage().then_some(&plain_body as PlainBody<'_>);
             let after_error = HandoffAfterError::Usable;
-            let mut decode_request = DecodeRequest { request: engine_request, plain_body, after_error };
+            let mut decode_request =
+                DecodeRequest { request: engine_request, plain_body, after_error, is_conditional: false };
             match self.attempt_decode(session, request, reserved, &mut decode_request).await? {
                 DecodeOutcome::Accepted(answer) => {
                     tracing::info!(

@@ -58,6 +58,8 @@ pub(super) struct DecodeRequest<'a> {
     pub request: EngineRequest,
     pub plain_body: Option<PlainBody<'a>>,
     pub after_error: HandoffAfterError,
+    /// The engine declines a prompt of which it has cached too little.
+    pub is_conditional: bool,
 }
 
 impl ExchangeDriver {
@@ -113,7 +115,8 @@ impl ExchangeDriver {
         let is_stock = matches!(state, State::ReadyToDecode(Some(PrefillLease { handle: None, .. })));
         let after_error =
             if recompute && is_stock { HandoffAfterError::Spent } else { HandoffAfterError::Usable };
-        let mut decode_request = DecodeRequest { request: engine_request, plain_body, after_error };
+        let mut decode_request =
+            DecodeRequest { request: engine_request, plain_body, after_error, is_conditional: false };
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
         let mut spent = false;
@@ -230,6 +233,13 @@ impl ExchangeDriver {
                 // The fault is unknown. If this engine is at fault, the second round shows it.
                 self.apply(Event::DecodeFailed(attempt, failure));
                 DecodeOutcome::Failed { refusal, class: ErrorClass::HandoffSpent, reached: true }
+            }
+            DecodeResult::Failed(_, refusal, class @ ErrorClass::PrefixMissing, _)
+                if decode_request.is_conditional =>
+            {
+                engine.responded(Leg::Decode, sent_at.elapsed());
+                self.apply(Event::DecodeDeclined(attempt));
+                DecodeOutcome::Failed { refusal, class, reached: true }
             }
             DecodeResult::Failed(failure, refusal, class, fault) => {
                 // The write of a pushed handoff goes to the first engine that registered for it.

@@ -5,3 +5,4 @@ pub(crate) mod push;
 pub(crate) mod reply_window;
 pub(crate) mod reuse_tokens;
 pub(crate) mod stock_engine;
+pub(crate) mod store;
