@@ -51,6 +51,11 @@ pub struct ModelConfig {
     #[serde(default)]
     #[garde(skip)]
     pub reuse_tokens: bool,
+    /// Bidirectional KV: decode engines of vLLM with `bidirectional_kv_xfer` keep the blocks of a response, and the prefill
+    /// engine of the conversation's next turn reads them. Default: none.
+    #[serde(default)]
+    #[garde(dive)]
+    pub bidirectional_kv: Option<BidirectionalKvConfig>,
     /// If the decode engine of a stream fails, another one continues from the tokens that were sent, if the
     /// request allows it: see docs/explanation/resilience.md. The router then reads every event of such a
     /// stream. Needs `fallback: aggregate`. Default false.
@@ -100,6 +105,22 @@ pub enum ProtocolSetting {
     VllmStore,
     /// SGLang's protocol: both legs at once, with the same bootstrap room.
     Sglang,
+}
+
+/// Blocks that decode engines keep for the next turn of a conversation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields)]
+pub struct BidirectionalKvConfig {
+    /// Time after which the router releases the kept blocks of a conversation without a next turn. Keep it below the
+    /// engines' `decoder_kv_blocks_ttl` (480 s). 1,000 to 450,000; default 60,000.
+    #[serde(default = "idle_ms")]
+    #[garde(range(min = 1_000_u64, max = 450_000_u64))]
+    #[schemars(range(min = 1_000_u64, max = 450_000_u64))]
+    pub idle_ms: u64,
+}
+
+fn idle_ms() -> u64 {
+    60_000
 }
 
 /// What happens if no prefill engine is available.

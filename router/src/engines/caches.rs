@@ -1,6 +1,7 @@
 //! The router's knowledge of the engines' caches, from its own decisions and from KV events. It outlives reloads,
 //! because the caches do.
 
+pub(crate) mod kept_turns;
 pub(crate) mod kv_events;
 pub(crate) mod prefix_index;
 

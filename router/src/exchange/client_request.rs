@@ -25,6 +25,7 @@ use crate::client::session::{ClientGone, Session};
 use crate::config::Priority;
 use crate::engines::body_budget::BudgetShare;
 use crate::engines::caches::CachedPrefix;
+use crate::engines::caches::kept_turns::TurnOwner;
 use crate::engines::protocol::LegInput;
 use crate::legs::request_error::RequestError;
 use crate::message::estimate::NonTextParts;
@@ -60,6 +61,8 @@ pub(crate) struct ClientRequest {
     pub prompt_tokens: u64,
     /// vLLM's `priority`.
     pub priority: Option<i64>,
+    /// Set if the decode engine may keep the blocks of the response for the next turn.
+    pub turn_owner: Option<TurnOwner>,
     /// The features for routing.
     pub features: Features,
     /// Hash of the owner, if known.
@@ -145,6 +148,12 @@ impl ClientRequest {
             owned = owned.with_cache_hit_threshold(0.0);
         }
         owned.prompt_ids = model.handoff.reuse_tokens && reuses_tokens(dialect, &body, &non_text);
+        let is_one = outline.prompts == 1 && outline.request.n == 1 && decode_only.is_none();
+        let keeps_turn =
+            model.handoff.keep_turns.is_some() && is_one && matches!(dialect, Dialect::OpenAi(_));
+        owned.token_ids |= keeps_turn;
+        let turn_owner = keeps_turn
+            .then(|| TurnOwner { model: model.name.clone(), cache_salt: outline.request.cache_salt.clone() });
         let salt = outline.request.cache_salt.as_deref();
         let system = body.field("system").filter(|_| dialect == Dialect::Messages);
         let input = FeatureInput {
@@ -170,6 +179,7 @@ impl ClientRequest {
             tokens,
             prompt_tokens,
             priority,
+            turn_owner,
             features,
             owner,
             authorization,
@@ -180,6 +190,11 @@ impl ClientRequest {
     /// neither one of several choices nor a response.
     pub(crate) fn can_be_pushed(&self) -> bool {
         !self.shape.has_choices && self.dialect != Dialect::Responses
+    }
+
+    /// The token ids of the prompt, if the client sent them.
+    pub(crate) fn exact_prompt_ids(&self) -> Option<Arc<[u32]>> {
+        serde_json::from_slice::<Vec<u32>>(self.body.field("prompt")?).ok().map(Arc::from)
     }
 
     /// The properties of the request that a policy reads.

@@ -8,6 +8,7 @@ mod conditional_decode;
 mod continuation;
 mod decode;
 mod faults;
+mod next_turn;
 mod pair;
 mod prefill;
 mod response_memory;

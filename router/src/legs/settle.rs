@@ -40,6 +40,7 @@ use crate::config::ReleaseMode;
 use crate::engines::http::{Engine, EngineRequest, Support};
 use crate::engines::protocol::{Command, PushIdentity, Verb};
 use crate::legs::prefill::PrefillCall;
+use crate::message::turn::EndedTurn;
 use crate::metrics::log_limiter::LogLimiter;
 use crate::metrics::log_span::request_span;
 use crate::metrics::{Leg, Metrics, ReleaseMethod, SettlementResult};
@@ -116,12 +117,23 @@ pub(crate) struct LeaseRelease {
     pub cause: SettlementCause,
 }
 
+/// Blocks that a decode engine keeps for a next turn that does not come.
+pub(crate) struct TurnRelease {
+    pub model: Arc<Model>,
+    /// The transfer parameters of the decode engine.
+    pub params: String,
+    /// The request whose response the turn ended with.
+    pub request: RequestId,
+    pub authorization: Option<HeaderValue>,
+}
+
 /// One pending settlement.
 enum SettlementJob {
     /// An abandoned prefill that its engine may have received.
     AbandonedPrefill(PrefillCall, SettlementContext),
     Release(Arc<Engine>, LeaseRelease, SettlementContext),
     Abort(Arc<Engine>, Leg, SettlementContext),
+    Turn(TurnRelease),
 }
 
 impl SettlementJob {
@@ -130,6 +142,7 @@ impl SettlementJob {
             Self::AbandonedPrefill(_, context)
             | Self::Release(_, _, context)
             | Self::Abort(_, _, context) => &context.request,
+            Self::Turn(release) => &release.request,
         }
     }
 }
@@ -150,7 +163,7 @@ impl SettlementQueue {
 
     fn push(&mut self, job: SettlementJob) {
         match job {
-            SettlementJob::Release(..) => self.releases.push_back(job),
+            SettlementJob::Release(..) | SettlementJob::Turn(_) => self.releases.push_back(job),
             SettlementJob::AbandonedPrefill(..) | SettlementJob::Abort(..) => self.aborts.push_back(job),
         }
     }
@@ -229,6 +242,11 @@ impl Settler {
             return;
         }
         self.enqueue(SettlementJob::Release(engine, release, context));
+    }
+
+    /// Releases the blocks of a turn.
+    pub(crate) fn release_turn(self: &Arc<Self>, release: TurnRelease) {
+        self.enqueue(SettlementJob::Turn(release));
     }
 
     /// Aborts one leg by request id.
@@ -320,10 +338,33 @@ impl Settler {
             SettlementJob::Release(engine, release, context) => {
                 self.release_lease(&engine, release, &context).await
             }
+            SettlementJob::Turn(release) => {
+                let result = self.release_kept_turn(&release).await;
+                self.metrics.legs.count_settlement(result);
+            }
             SettlementJob::Abort(engine, leg, context) => {
                 let result = self.abort_leg(&engine, &context.request, leg).await;
                 self.metrics.legs.count_settlement(result);
             }
+        }
+    }
+
+    /// A prefill engine refuses to read the blocks, and their owner frees them.
+    async fn release_kept_turn(&self, release: &TurnRelease) -> SettlementResult {
+        let Some(params) = EndedTurn::release_params(&release.params) else {
+            return SettlementResult::Failed;
+        };
+        let refusable = RefusedDecode {
+            model: &release.model,
+            pool: &release.model.prefill,
+            params: &params,
+            authorization: release.authorization.as_ref(),
+            request: &release.request,
+        };
+        let SettlementTerms { tries, try_timeout, .. } = **self.terms.load();
+        match refusable.send(tries, try_timeout).await {
+            true => SettlementResult::Confirmed,
+            false => SettlementResult::Failed,
         }
     }
 
@@ -372,7 +413,8 @@ impl Settler {
             && PushIdentity::read(params).is_none()
         {
             let authorization = context.authorization.as_ref();
-            let refusable = RefusedDecode { model, params, authorization, request: &context.request };
+            let pool = &model.decode;
+            let refusable = RefusedDecode { model, pool, params, authorization, request: &context.request };
             let SettlementTerms { tries, try_timeout, .. } = **self.terms.load();
             let refused = refusable.send(tries, try_timeout).await;
             return (

@@ -15,4 +15,5 @@ pub(crate) mod request_id;
 pub(crate) mod rewrite;
 pub(crate) mod sse;
 pub(crate) mod trace_context;
+pub(crate) mod turn;
 pub(crate) mod usage;

@@ -168,9 +168,11 @@ impl RouterFields {
 
 /// The transfer parameters of the prefill leg.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum TransferParams {
+pub(crate) enum TransferParams<'a> {
     /// The engine leases the blocks.
     Lease,
+    /// The same, after it has read the blocks that these parameters of a decode engine name.
+    Kept(&'a str),
     /// The same, with the request's id as the name of the transfer. vLLM's push connector will match its legs by it
     /// (vLLM's docs/design/nixl_kv_push_connector.md), and 0.33 ignores it.
     LeaseWithId,
@@ -189,16 +191,17 @@ pub(crate) fn prefill_body(
     router_fields: &RouterFields,
     model: &ModelName,
     request: &RequestId,
-    transfer: TransferParams,
+    transfer: TransferParams<'_>,
 ) -> Payload {
-    let params = KvIntent::PRODUCE_REQUEST.strip_suffix('}').expect("it is a JSON object");
+    let params = if let TransferParams::Kept(kept) = transfer { kept } else { KvIntent::PRODUCE_REQUEST };
+    let params = params.strip_suffix('}').expect("it is a JSON object with members");
     let tag = body.field("user").filter(|user| user.starts_with(b"\"") && user.len() <= TAG_JSON_BYTES_MAX);
     let tag = tag.and_then(|user| std::str::from_utf8(user).ok());
     let tag = tag.map_or_else(String::new, |user| format!(",\"router_user\":{user}"));
     let id = json(request.as_str());
     let name = match transfer {
         TransferParams::LeaseWithId => format!(",\"transfer_id\":{id}"),
-        TransferParams::Lease | TransferParams::None => String::new(),
+        TransferParams::Lease | TransferParams::Kept(_) | TransferParams::None => String::new(),
     };
     let params = format!("{params},\"router_request_id\":{id}{name}{tag}}}");
     let mut added: Vec<(&str, &[u8])> = Vec::with_capacity(ROUTER_FIELDS_MAX);

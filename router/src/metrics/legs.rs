@@ -55,6 +55,21 @@ baton_connector::labelled! {
 }
 
 baton_connector::labelled! {
+    /// Why a decode engine's blocks are no longer kept for a next turn.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(crate) enum KeptTurnEnd {
+        /// A prefill engine reads them.
+        Used => "used",
+        /// No turn came in time, and the router releases them.
+        Expired => "expired",
+        /// Too many turns were kept.
+        Evicted => "evicted",
+        /// The router ends.
+        Shutdown => "shutdown",
+    }
+}
+
+baton_connector::labelled! {
     /// How the wait for the reply of a cancelled prefill ended.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub(crate) enum AbandonWaitResult {
@@ -93,6 +108,10 @@ families! {
         "Leases that the router released, by cause and method.";
     counter SETTLEMENTS("baton_router_settlements_total", ["result"]):
         "Completed aborts and releases. All results but `confirmed` leave the lease to its expiry.";
+    gauge KEPT_TURNS("baton_router_kept_turns", []):
+        "Turns of conversations whose blocks a decode engine keeps for the next turn (`models[].bidirectional_kv`).";
+    counter KEPT_TURN_ENDS("baton_router_kept_turns_ended_total", ["end"]):
+        "Turns that are no longer kept: read by a prefill engine (`used`), or released (`expired`, `evicted`, `shutdown`).";
     gauge SETTLING("baton_router_settlements_in_flight", []): "Aborts and releases in progress.";
     gauge SETTLEMENTS_WAITING("baton_router_settlements_waiting", []):
         "Aborts and releases that wait for one in progress to complete.";
@@ -108,6 +127,8 @@ pub(crate) struct LegMetrics {
     pub settling: Gauge,
     pub settlements_waiting: Gauge,
     pub abandon_wait_bound: Gauge,
+    pub kept_turns: Gauge,
+    kept_turn_ends: [Counter; KeptTurnEnd::ALL.len()],
     abandon_wait: Histogram,
     abandon_waits: [Counter; AbandonWaitResult::ALL.len()],
     releases: [[Counter; ReleaseMethod::ALL.len()]; SettlementCause::ALL.len()],
@@ -126,6 +147,8 @@ impl LegMetrics {
             settling: registry.gauge(&SETTLING, &[]),
             settlements_waiting: registry.gauge(&SETTLEMENTS_WAITING, &[]),
             abandon_wait_bound: registry.gauge(&ABANDON_WAIT_BOUND_SECONDS, &[]),
+            kept_turns: registry.gauge(&KEPT_TURNS, &[]),
+            kept_turn_ends: KeptTurnEnd::ALL.map(|end| registry.counter(&KEPT_TURN_ENDS, &[end.label()])),
             abandon_wait: registry.histogram(&ABANDON_WAIT_SECONDS, &[]),
             abandon_waits: AbandonWaitResult::ALL
                 .map(|result| registry.counter(&ABANDON_WAITS, &[result.label()])),
@@ -139,6 +162,10 @@ impl LegMetrics {
 
     pub(crate) fn count_release(&self, cause: SettlementCause, via: ReleaseMethod) {
         self.releases[cause as usize][via as usize].increment(1);
+    }
+
+    pub(crate) fn count_kept_turn(&self, end: KeptTurnEnd) {
+        self.kept_turn_ends[end as usize].increment(1);
     }
 
     pub(crate) fn record_abandon_wait(&self, result: AbandonWaitResult, took: Duration) {

@@ -31,7 +31,7 @@ use std::time::Duration;
 
 pub(crate) use config::{DiscoveryMetrics, STALE};
 pub(crate) use engines::{AttemptFailure, EngineMetrics, IN_FLIGHT, POOL, READY};
-pub(crate) use legs::{AbandonWaitResult, Leg, ReleaseMethod, SettlementResult};
+pub(crate) use legs::{AbandonWaitResult, KeptTurnEnd, Leg, ReleaseMethod, SettlementResult};
 pub(crate) use page::{PageFormat, Scrape};
 pub(crate) use registry::{Family, Registry};
 pub(crate) use requests::{ModelMetrics, RequestOutcome};

@@ -243,6 +243,7 @@ impl Router {
             connections.shutdown().await;
         }
         shared.generation().observers.flush().await;
+        shared.release_all_turns();
         if !shared.settler.drained(shared.settler.max_duration().min(SETTLE_WITHIN_MAX)).await {
             tracing::warn!(
                 event = "settlement_incomplete",
@@ -481,6 +482,7 @@ async fn maintain(shared: Arc<Shared>) {
         shared.metrics.admission.body_bytes.set(shared.limits.request_bodies.reserved_bytes() as f64);
         shared.metrics.admission.answer_bytes.set(shared.limits.response_bodies.reserved_bytes() as f64);
         shared.fleet.prune();
+        shared.expire_turns();
         shared.fleet.engines().iter().for_each(|engine| engine.close_idle());
     }
 }

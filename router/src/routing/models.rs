@@ -51,6 +51,8 @@ pub(crate) struct HandoffSettings {
     pub early_handoff: bool,
     /// The decode engine uses the token ids of the prefill engine's reply.
     pub reuse_tokens: bool,
+    /// How long decode engines keep the blocks of a response for the next turn; `None`: not at all.
+    pub keep_turns: Option<Duration>,
     /// Another engine continues a stream whose decode engine fails.
     pub resume: bool,
     /// A prefill engine has shown that it writes blocks to decode engines.
@@ -64,6 +66,7 @@ impl HandoffSettings {
             fallback: config.fallback,
             early_handoff: config.early_handoff,
             reuse_tokens: config.reuse_tokens,
+            keep_turns: config.bidirectional_kv.map(|kept| Duration::from_millis(kept.idle_ms)),
             resume: config.resume && config.fallback == Fallback::Aggregate,
             pushes: AtomicBool::new(pushes),
         }

@@ -173,6 +173,7 @@ impl ClientService {
         }
         let format = ReplyFormat { dialect: request.dialect, translation: request.translation };
         let transcript = resume::Transcript::of(&mut request);
+        driver.record_turn(&request);
         driver.progress.reading = request.stream_reading();
         // Boxed: a response may be relayed for minutes, and would keep the memory of the earlier steps.
         let legs = Box::pin(async {

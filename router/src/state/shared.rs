@@ -6,11 +6,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
 use baton_connector::{RequestId, Time};
+use hyper::header::HeaderValue;
 
 use crate::admission::Admission;
 use crate::auth::TenantRegistry;
 use crate::config::{EngineUrl, RouterConfig};
 use crate::engines::body_budget::BodyBudget;
+use crate::engines::caches::kept_turns::KeptTurns;
 use crate::engines::discovery_sources::DiscoverySources;
 use crate::engines::fleet::Fleet;
 use crate::engines::pool_members::PoolMembers;
@@ -41,11 +43,21 @@ pub(crate) struct Shared {
     /// Routing decisions of the latest requests.
     pub explanations: ExplanationHistory,
     pub incompatible: IncompatibleEngines,
+    /// Conversations whose blocks decode engines keep for the next turn.
+    pub kept_turns: parking_lot::Mutex<KeptTurns<TurnClaim>>,
     pub clock: Clock,
     /// Seconds since the epoch at which the router started: the models' `created`.
     pub created: u64,
     /// Set when the router begins to drain: responses close their connections.
     pub draining: AtomicBool,
+}
+
+/// What the release of a kept turn needs.
+pub(crate) struct TurnClaim {
+    /// The request whose response the turn ended with.
+    pub request: RequestId,
+    /// The client's credentials, which engines may require.
+    pub authorization: Option<HeaderValue>,
 }
 
 /// The resources that all requests share.
@@ -141,6 +153,7 @@ impl Shared {
             metrics,
             explanations,
             incompatible: IncompatibleEngines::new(),
+            kept_turns: parking_lot::Mutex::default(),
             clock,
             created: since_epoch.as_secs(),
             draining: AtomicBool::new(false),

@@ -1,4 +1,4 @@
-"""vLLM engines with the NixlConnector, the NixlPushConnector or the BatonConnector."""
+"""vLLM engines with the NixlConnector, the NixlPushConnector, the BatonConnector, or a connector that shares a store."""
 
 import contextlib
 import dataclasses
@@ -18,6 +18,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 START_S = 600  # vLLM imports for half a minute, and machines are slow
 BLOCKS = 96
 STOCK, PUSH, BATON = "stock", "push", "baton"
+# The NixlConnector with bidirectional KV, and vLLM's ExampleConnector, which keeps blocks in files.
+TURNS, STORE = "turns", "store"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Setup:
     environment: dict
     dtype: str
     arguments: tuple = ()
+    store: str = ""
 
 
 class Engine:
@@ -50,9 +53,13 @@ class Engine:
         return self.setup.connector == BATON
 
     def transfer_config(self, policy):
-        connector = "NixlPushConnector" if self.setup.connector == PUSH else "NixlConnector"
+        connector = {PUSH: "NixlPushConnector", STORE: "ExampleConnector"}.get(self.setup.connector, "NixlConnector")
         config = {"kv_connector": connector, "kv_role": "kv_both"}
         extra = {"kv_lease_duration": self.setup.lease}
+        if self.setup.connector == TURNS:
+            extra["bidirectional_kv_xfer"] = True
+        if self.setup.connector == STORE:
+            extra = {"shared_storage_path": self.setup.store}
         if self.has_log:
             config.update(kv_connector="BatonConnector", kv_connector_module_path="baton_vllm")
             extra["baton"] = {"http": f"127.0.0.1:{self.http}", "channel": f"127.0.0.1:{self.channel}"}

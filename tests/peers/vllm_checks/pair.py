@@ -13,6 +13,16 @@ from .base import NO_ANSWER, attempt, expect, free_port, get, get_json, wait_unt
 from .clients import Call, make_prompt
 from .engines import ROOT, Engine, Setup
 
+# Time after which the router releases blocks that are kept for a next turn.
+TURN_IDLE_S = 4
+
+
+# Keys of the model in the router's configuration, by connector.
+MODEL_SETTINGS = {
+    engines.TURNS: f"    bidirectional_kv: {{idle_ms: {TURN_IDLE_S * 1000}}}\n    reuse_tokens: true\n",
+    engines.STORE: "    protocol: vllm_store\n",
+}
+
 
 class Pair:
     """`options` are the command line's; `connector` and `arguments` are those of all engines."""
@@ -23,7 +33,9 @@ class Pair:
         self.random = random.Random(options.seed)
         # In float32, engines with different numbers of ranks round to the same tokens.
         dtype = "auto" if options.prefill_ranks == options.decode_ranks else "float32"
-        self.setup = Setup(options.vllm, options.model, options.lease, connector, environment, dtype, arguments)
+        self.folder = tempfile.TemporaryDirectory(prefix="vllm-store-")
+        self.setup = Setup(options.vllm, options.model, options.lease, connector, environment, dtype, arguments,
+                           self.folder.name)
         self.prompts = json.loads((ROOT / "engine/models/demo/prompts.json").read_text())
         self.router = self.file = None
         self.engines = []
@@ -58,6 +70,7 @@ class Pair:
             f"listen: 127.0.0.1:{listen}\nadmin: {{listen: '127.0.0.1:{admin}'}}\nmodels:\n  - name: demo\n"
             f"    prefill: {{engines: [{{url: '{self.prefill.url}'{control[self.prefill.url]}}}]}}\n"
             f"    decode: {{engines: [{decodes}]}}\n"
+            f"{MODEL_SETTINGS.get(self.connector, '')}"
         )
         self.file.close()
         self.log = tempfile.NamedTemporaryFile(prefix="baton-router-", suffix=".log", delete=False)

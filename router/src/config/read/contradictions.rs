@@ -167,6 +167,17 @@ fn protocols(models: &[ModelConfig], found: &mut Vec<(String, String)>) {
                 found.push((path.clone(), message));
             }
         }
+        if model.bidirectional_kv.is_some() {
+            let path = format!("models[{at}].bidirectional_kv");
+            if matches!(model.protocol, ProtocolSetting::Sglang | ProtocolSetting::VllmStore) {
+                let message = "only vLLM's NixlConnector keeps blocks for a next turn";
+                found.push((path.clone(), message.into()));
+            }
+            if model.resume {
+                let message = "not together with `resume`: both record the tokens of a stream";
+                found.push((path, message.into()));
+            }
+        }
         if model.protocol == ProtocolSetting::Sglang {
             if model.resume {
                 let message = "SGLang's decode engines cannot continue a stream";

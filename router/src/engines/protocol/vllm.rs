@@ -40,11 +40,13 @@ impl Protocol for Vllm {
         Ok(())
     }
 
-    fn prefill_body(&self, leg: &LegInput<'_>, _link: Link<'_>) -> Payload {
-        let transfer = match self {
-            Self::Pull => TransferParams::Lease,
-            Self::Push => TransferParams::LeaseWithId,
-            Self::Store => TransferParams::None,
+    /// A handoff is that of the decode engine which keeps the conversation's last turn.
+    fn prefill_body(&self, leg: &LegInput<'_>, link: Link<'_>) -> Payload {
+        let transfer = match (self, link) {
+            (Self::Pull, Link::Handoff(kept)) => TransferParams::Kept(kept),
+            (Self::Pull, _) => TransferParams::Lease,
+            (Self::Push, _) => TransferParams::LeaseWithId,
+            (Self::Store, _) => TransferParams::None,
         };
         rewrite::prefill_body(leg.dialect, leg.body, leg.fields, leg.model, leg.request, transfer)
     }

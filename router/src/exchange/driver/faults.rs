@@ -192,6 +192,7 @@ impl ExchangeDriver {
         if let Some(tail) = self.prefill.tail.take() {
             tail.detach();
         }
+        self.keep_turn();
         let engine = self.attempts.engine(attempt);
         engine.completed(Leg::Decode);
         self.faults.confirm(&engine, |pending| pending.leg == Leg::Decode);

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use baton_connector::exchange::{Attempt, Event, Exchange, Failure};
 
 use super::ExchangeDriver;
+use super::next_turn::TurnRecording;
 use super::selection::EngineSelection;
 use crate::admission::Unavailable;
 use crate::client::disconnect::race;
@@ -36,6 +37,8 @@ pub(super) struct PrefillLeg {
     pub lease: Option<(Attempt, Arc<str>)>,
     /// A prefill engine failed after it leased its blocks early.
     pub failed_after_lease: bool,
+    /// Records the response for the next turn of its conversation.
+    pub next_turn: Option<Box<TurnRecording>>,
 }
 
 /// The outcome of all attempts at prefill engines.
@@ -115,6 +118,7 @@ impl ExchangeDriver {
         );
         // A recomputed prompt has no third round.
         engine_request.early_handoff = request.model.handoff.early_handoff && self.retry.is_first_round();
+        let plain = engine_request.body.clone();
         let mut tried: Vec<Arc<Engine>> = Vec::new();
         let mut last = Refusal::none_left();
         while tried.len() < usize::from(self.generation.config.attempts.prefill) {
@@ -139,6 +143,14 @@ impl ExchangeDriver {
             if !self.take_retry(session, Leg::Prefill, tried.len()).await? {
                 break;
             }
+            let kept = if tried.is_empty() { self.take_turn(request) } else { None };
+            engine_request.body = match kept {
+                Some(kept) => self
+                    .protocol
+                    .prefill_body(&request.leg_input(&self.settlement.request), Link::Handoff(&kept)),
+                // A kept turn is read once.
+                None => plain.clone(),
+            };
             tried.push(Arc::clone(reservation.engine()));
             match self.attempt_prefill(session, request, reservation, &mut engine_request).await? {
                 PrefillAttempt::Responded(handoff) => return Ok(PrefillOutcome::Responded(handoff)),

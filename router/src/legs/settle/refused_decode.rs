@@ -5,6 +5,8 @@
 //! formed, with a temperature below zero. P then frees the blocks within milliseconds instead of at the lease's expiry.
 //! A malformed body would be refused too early, by the parser, without a notification.
 //!
+//! The blocks of a turn that a decode engine keeps are released the same way, by a prefill engine.
+//!
 //! If a decode engine accepts the request nevertheless, it computes one token and has read the blocks, which are then
 //! free.
 
@@ -22,11 +24,13 @@ use crate::engines::http::EngineRequest;
 use crate::message::features::RoutingFeatures;
 use crate::message::request_id;
 use crate::routing::models::Model;
-use crate::routing::pool::{CapacityRule, Detail};
+use crate::routing::pool::{CapacityRule, Detail, Pool};
 
 /// The request without its destination.
 pub(super) struct RefusedDecode<'a> {
     pub model: &'a Model,
+    /// The engines that may refuse it.
+    pub pool: &'a Pool,
     /// As the producer wrote them.
     pub params: &'a str,
     pub authorization: Option<&'a HeaderValue>,
@@ -44,10 +48,7 @@ impl RefusedDecode<'_> {
             // The request needs no capacity, because it is refused at once. Leases must be released when engines are
             // full, too.
             let reserve = |tried: &[_]| {
-                self.model
-                    .decode
-                    .reserve(&RoutingFeatures::default(), tried, CapacityRule::Ignored, Detail::None)
-                    .0
+                self.pool.reserve(&RoutingFeatures::default(), tried, CapacityRule::Ignored, Detail::None).0
             };
             let reserved = match reserve(&tried) {
                 Ok(reserved) => reserved,

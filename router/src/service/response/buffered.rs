@@ -53,6 +53,7 @@ impl ResponsePump<'_> {
         if let Some(error) = self.body_error(&buffered, &scanner) {
             return Err(self.refuse(error));
         }
+        let buffered = self.driver.record_reply(buffered);
         let buffered = match self.format.translation.map(|translation| translation.reply(&buffered)) {
             None if self.format.dialect.generates() => without_params(buffered),
             None => buffered,

@@ -180,7 +180,7 @@ impl ResponsePump<'_> {
         }
         let frames = match &mut self.resume_state {
             Some(resume_state) => resume_state.rewrite_frames(&frames),
-            None => frames,
+            None => self.driver.record_frames(frames),
         };
         self.translated(without_params(frames))
     }

@@ -289,6 +289,7 @@ fn every_example_is_a_configuration_and_fits_the_schema() {
         "vllm-pd.yaml",
         "kubernetes.yaml",
         "messages.yaml",
+        "vllm-transfers.yaml",
         "multi-tenant.yaml",
     ] {
         assert!(examples.contains_key(name), "{name} is there");

@@ -75,7 +75,10 @@ async fn a_decode_engine_with_the_prefix_serves_the_request_alone() {
         assert_eq!(d.received()[0].body["cache_hit_threshold"], 0.75);
         assert_eq!(p.received().len(), 0);
         system
-            .counts("baton_router_disagg_decisions_total{decision=\"decode_only\",reason=\"decoded_first\"}", 1.0)
+            .counts(
+                "baton_router_disagg_decisions_total{decision=\"decode_only\",reason=\"decoded_first\"}",
+                1.0,
+            )
             .await;
     }
 }
