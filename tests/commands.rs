@@ -132,10 +132,12 @@ fn check_warns_of_keys_without_effect_and_succeeds() {
         printed
     };
     assert_eq!(warnings("plain.yaml", &text), "");
-    let salted = warnings("auth.yaml", &format!("{text}auth: {{}}\n"));
-    assert!(salted.contains("warning: models[0].decode: `kv_events` has no effect with `auth`"), "{salted}");
-    let ranks = warnings("ranks.yaml", &text.replace(":2'", ":2', data_parallel_size: 4"));
-    assert!(ranks.contains("first rank of an engine"), "{ranks}");
+    assert_eq!(warnings("auth.yaml", &format!("{text}auth: {{}}\n")), "");
+    assert_eq!(warnings("ranks.yaml", &text.replace(":2'", ":2', data_parallel_size: 4")), "");
+    let tokenized = |text: &str| text.replace("decode: {", "tokenize: {from: engine}, decode: {");
+    assert_eq!(warnings("tokenized.yaml", &tokenized(&text)), "");
+    let unused = warnings("unused.yaml", &tokenized(GOOD));
+    assert!(unused.contains("warning: models[0].tokenize: no engine has `kv_events`"), "{unused}");
 }
 
 #[test]

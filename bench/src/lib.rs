@@ -42,6 +42,8 @@ pub enum Benchmark {
     Router(systems::router::RouterArgs),
     /// Measure a choice by the endpoint picker, beside a whole request through the router
     Picker(systems::picker::PickerArgs),
+    /// Compare prefix routing by token blocks with routing by chunks of JSON, on a trace of multi-turn chats
+    Prefix(systems::prefix::PrefixArgs),
     /// Load an OpenAI-compatible endpoint and measure it as its clients see it
     Serve(Box<systems::serve::ServeArgs>),
     /// Measure what cancelled requests cost a deployment, and write a report with all raw events
@@ -82,6 +84,7 @@ pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> 
         Benchmark::Fleet(options) => Ok(systems::fleet::run(&options, out)?),
         Benchmark::Router(options) => Ok(systems::router::run(&options, out)?),
         Benchmark::Picker(options) => Ok(systems::picker::run(&options, out)?),
+        Benchmark::Prefix(options) => Ok(systems::prefix::run(&options, out)?),
         Benchmark::Serve(options) => systems::serve::run(&options, out),
         Benchmark::Disconnect(options) => disconnect::run(&options, out),
         Benchmark::Report(options) => disconnect::report(&options, out),

@@ -10,6 +10,7 @@
 //! another text with status 200, as on real engines. Speeds, limits, dialect and faults are in [`EnginePlan`].
 //! Events are in each engine's event log (`/debug/kv/events`), in both dialects.
 
+mod caching;
 mod core;
 mod debug_pages;
 mod engine;
@@ -27,6 +28,7 @@ mod sglang;
 mod tests;
 mod text;
 
+pub use caching::{CacheCounts, CachingEngine, CachingPlan};
 pub use faults::{Fault, FaultAt};
 pub use plan::{Dialect, EnginePlan, FleetPlan, LoadFailure};
 pub use role::Role;

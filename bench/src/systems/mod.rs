@@ -3,6 +3,7 @@
 pub mod compare;
 pub mod fleet;
 pub mod picker;
+pub mod prefix;
 pub mod router;
 pub mod serve;
 pub mod sim;

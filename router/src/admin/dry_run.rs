@@ -60,8 +60,8 @@ pub(crate) fn dry_run(
     });
     let explain = |trial: &DryRun| {
         let mut explained = trial.decision.json();
-        let events = trial.chosen.as_ref().and_then(|chosen| kv_events.of(chosen.engine.id()));
-        if let Some((_, events)) = events {
+        let events = trial.chosen.as_ref().and_then(|chosen| kv_events.of(&chosen.engine));
+        if let Some(events) = events {
             explained["held"]["kv_events_left_out"] = events.ignored_json();
         }
         explained

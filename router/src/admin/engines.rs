@@ -36,16 +36,7 @@ fn describe(engine: &Arc<Engine>, shared: &Shared, generation: &Generation) -> V
         let age_ms = u64::try_from(load.at.elapsed().as_millis()).unwrap_or(u64::MAX);
         json!({"running": load.running, "waiting": load.waiting, "kv_usage": load.kv_usage, "age_ms": age_ms})
     });
-    let kv_events = shared.fleet.subscriptions.of(engine.id()).map(|(publisher, stats)| {
-        json!({
-            "publisher": publisher,
-            "connected": stats.is_connected(),
-            "batches": stats.batches(),
-            "gaps": stats.gaps(),
-            "blocks": stats.blocks(),
-            "left_out": stats.ignored_json(),
-        })
-    });
+    let kv_events = shared.fleet.subscriptions.of(engine).map(|subscriptions| subscriptions.json());
     let (mut pools, mut legs) = (Vec::new(), Map::new());
     for model in generation.models.list() {
         for leg in Leg::BOTH {

@@ -56,8 +56,8 @@ pub(super) fn collect_samples(shared: &Shared, scrape: &mut Scrape) {
     shared.in_flight.table.look_up(shared.now(), scrape);
     for engine in shared.fleet.engines() {
         scrape.put(&IN_FLIGHT, &[engine.authority()], engine.load(None) as f64);
-        if let Some((_, stats)) = shared.fleet.subscriptions.of(engine.id()) {
-            kv_events::look_up(scrape, engine.authority(), &stats);
+        if let Some(subscriptions) = shared.fleet.subscriptions.of(&engine) {
+            kv_events::look_up(scrape, engine.authority(), &subscriptions);
         }
         for leg in Leg::BOTH {
             let standing = engine.health().standing(leg).label();

@@ -1,4 +1,4 @@
-//! Known caches of engines: KV events and the bounds of the prefix index.
+//! Known caches of engines: KV events, the bounds of the prefix index, and the token ids by which both are compared.
 
 use std::net::IpAddr;
 
@@ -10,18 +10,59 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields)]
 pub struct KvEventsConfig {
-    /// The port, at the engine's host. 1 to 65,535.
-    #[garde(range(min = 1))]
-    pub port: u16,
-    /// Prefix of its messages; an empty topic accepts all. At most 64 bytes; default: empty.
+    /// The port, at the engine's host; rank N of an engine with `data_parallel_size` publishes at this port + N. 1 to
+    /// 65,535. Default: what the engine reports at `/kv_event_sources` (vLLM 0.32), for each of its ranks.
+    #[serde(default)]
+    #[garde(inner(range(min = 1)))]
+    #[schemars(range(min = 1))]
+    pub port: Option<u16>,
+    /// Prefix of its messages; an empty topic accepts all, or with reported ports that which the engine reports. At
+    /// most 64 bytes; default: empty.
     #[serde(default)]
     #[garde(length(bytes, max = 64))]
     pub topic: String,
     /// The router listens on this address, and the engine connects to it. vLLM connects if its endpoint names
-    /// a host instead of `*`. Use one port per engine. Default: the router connects to the engine.
+    /// a host instead of `*`. Use one port per engine; needs `port`. Default: the router connects to the engine.
     #[serde(default)]
     #[garde(skip)]
     pub bind: Option<IpAddr>,
+}
+
+/// Where the token ids of texts and chats come from. The blocks of KV events are named by token ids, so without them
+/// only prompts that are token ids match.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema, Validate)]
+#[serde(deny_unknown_fields, default)]
+pub struct TokenizeConfig {
+    /// Who computes the ids. Default `off`.
+    #[garde(skip)]
+    pub from: TokenizeSource,
+    /// Maximum wait of a request for its ids. A request whose ids are late goes on without. 1 to 10,000; default 50.
+    #[garde(range(min = 1, max = 10_000))]
+    pub timeout_ms: u64,
+    /// Requests with smaller bodies go on without ids. 0 to 1,073,741,824; default 1,024.
+    #[garde(range(max = 1 << 30))]
+    pub min_bytes: usize,
+    /// Requests that wait for their ids at once. Further ones go on without. 1 to 4,096; default 64.
+    #[garde(range(min = 1, max = 4096))]
+    pub concurrent: usize,
+}
+
+impl Default for TokenizeConfig {
+    fn default() -> Self {
+        Self { from: TokenizeSource::default(), timeout_ms: 50, min_bytes: 1_024, concurrent: 64 }
+    }
+}
+
+/// Who computes the token ids of a prompt.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum TokenizeSource {
+    /// No process: text is compared as text.
+    #[default]
+    Off,
+    /// An engine of the model, before engines are chosen: by vLLM's render paths, which need `--enable-scale-out`, or
+    /// else by `/tokenize`. The router learns which of them an engine has.
+    Engine,
 }
 
 /// Bounds of the known caches of engines: once for the router's own decisions, once for the engines' KV

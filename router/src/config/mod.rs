@@ -21,7 +21,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 pub use address::{AddressError, Cidr, CidrError, listen_address};
-pub use caches::{KvEventsConfig, PrefixIndexConfig};
+pub use caches::{KvEventsConfig, PrefixIndexConfig, TokenizeConfig, TokenizeSource};
 pub use discover::{
     DiscoverConfig, DnsConfig, EndpointsFileConfig, EngineTemplate, InferencePoolConfig, KubernetesConfig,
     PortName, Scheme,

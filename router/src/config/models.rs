@@ -6,7 +6,7 @@ use garde::Validate;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::caches::KvEventsConfig;
+use super::caches::{KvEventsConfig, TokenizeConfig};
 use super::discover::DiscoverConfig;
 use super::engine::EngineConfig;
 use super::policy::{FeaturesConfig, PolicyConfig};
@@ -83,6 +83,10 @@ pub struct ModelConfig {
     #[serde(default)]
     #[garde(dive)]
     pub features: FeaturesConfig,
+    /// Where the token ids of texts and chats come from, to compare prompts with the blocks of KV events.
+    #[serde(default)]
+    #[garde(dive)]
+    pub tokenize: TokenizeConfig,
 }
 
 fn yes() -> bool {

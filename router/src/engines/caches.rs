@@ -5,7 +5,7 @@ pub(crate) mod kept_turns;
 pub(crate) mod kv_events;
 pub(crate) mod prefix_index;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 use std::sync::{PoisonError, RwLock};
 
@@ -18,6 +18,10 @@ use crate::metrics::kv_events::SubscriptionStats;
 /// Hashes that are changed or removed under one lock of an index: about 0.1 ms, for which a choice may wait.
 const HASHES_PER_LOCK_MAX: usize = 1_024;
 
+/// Maximum names of adapters, and maximum bytes of one: that of a model's name in the configuration.
+const ADAPTERS_MAX: usize = 4_096;
+const ADAPTER_BYTES_MAX: usize = 256;
+
 /// The numbers of one engine's caches; see [`crate::engines::http::Engine::cache_ids`].
 pub(crate) type CacheIds = Range<u32>;
 
@@ -28,6 +32,8 @@ pub(crate) struct KnownCaches {
     reported: Mutex<PrefixIndex>,
     /// Tokens of one KV block, of engines that report them.
     block_sizes: RwLock<HashMap<u32, usize>>,
+    /// Names of LoRA adapters in events.
+    adapters: RwLock<BTreeSet<Box<[u8]>>>,
 }
 
 /// The known part of a prompt that an engine has cached.
@@ -60,7 +66,12 @@ impl KnownCaches {
     /// Bounds the hashes of each engine and of all engines, per index.
     pub(crate) fn new(per_engine: usize, total: usize) -> Self {
         let index = || Mutex::new(PrefixIndex::new(per_engine, total));
-        Self { routed: index(), reported: index(), block_sizes: RwLock::default() }
+        Self {
+            routed: index(),
+            reported: index(),
+            block_sizes: RwLock::default(),
+            adapters: RwLock::default(),
+        }
     }
 
     /// Changes the bounds.
@@ -95,7 +106,7 @@ impl KnownCaches {
 
     /// Removes an engine.
     pub(crate) fn forget(&self, engine: CacheIds) {
-        self.forget_reported(engine.start);
+        engine.clone().for_each(|cache_id| self.forget_reported(cache_id));
         self.forget_routed(engine);
     }
 
@@ -124,6 +135,22 @@ impl KnownCaches {
         if self.block_size(engine) != Some(tokens) {
             self.block_sizes.write().unwrap_or_else(PoisonError::into_inner).insert(engine, tokens);
         }
+    }
+
+    /// Records that an engine's events name an adapter. Names beyond the bound are left out.
+    pub(crate) fn add_adapter(&self, name: &[u8]) {
+        if name.len() > ADAPTER_BYTES_MAX || self.is_adapter(name) {
+            return;
+        }
+        let mut adapters = self.adapters.write().unwrap_or_else(PoisonError::into_inner);
+        if adapters.len() < ADAPTERS_MAX {
+            adapters.insert(name.into());
+        }
+    }
+
+    /// Whether an engine's events have named this model as an adapter.
+    pub(crate) fn is_adapter(&self, model: &[u8]) -> bool {
+        self.adapters.read().unwrap_or_else(PoisonError::into_inner).contains(model)
     }
 
     /// The cached prefix of one engine.

@@ -5,6 +5,7 @@
 
 mod decode_only;
 mod pass_through;
+mod tokenized;
 mod translated;
 
 use std::hash::{Hash, Hasher};
@@ -31,6 +32,7 @@ use crate::legs::request_error::RequestError;
 use crate::message::estimate::NonTextParts;
 use crate::message::features::{FeatureInput, Features, RoutingFeatures};
 use crate::message::path::Dialect;
+use crate::message::prompt_ids::PromptIds;
 use crate::message::rewrite::{ClientRules, RouterFields};
 use crate::message::sse::{StreamReadOptions, TokenCountRule};
 use crate::metrics::routing::DisaggregationReason;
@@ -165,6 +167,7 @@ impl ClientRequest {
             salts: salt.as_slice(),
             non_text,
             block_size: model.decode.block_size().or_else(|| model.prefill.block_size()),
+            is_adapter: model.decode.is_adapter(&model.name) || model.prefill.is_adapter(&model.name),
         };
         let features = Features::read(&input, model.needs, &model.features);
         let authorization = headers.get(AUTHORIZATION).cloned();
@@ -192,9 +195,10 @@ impl ClientRequest {
         !self.shape.has_choices && self.dialect != Dialect::Responses
     }
 
-    /// The token ids of the prompt, if the client sent them.
-    pub(crate) fn exact_prompt_ids(&self) -> Option<Arc<[u32]>> {
-        serde_json::from_slice::<Vec<u32>>(self.body.field("prompt")?).ok().map(Arc::from)
+    /// The prompt's token ids: the client's own, or those of an engine's tokenizer (`models[].tokenize`), set before any
+    /// leg is sent. `None` if neither is known.
+    pub(crate) fn prompt_ids(&self) -> Option<&PromptIds> {
+        self.features.prompt_ids()
     }
 
     /// The properties of the request that a policy reads.
@@ -257,9 +261,10 @@ impl ClientRequest {
         self.dialect.generates() && self.body.field("stream") == Some(b"true")
     }
 
-    /// Frees the body's memory once the response has begun; later steps do not need the body.
+    /// Frees the memory of body and token ids once the response has begun; later steps do not need them.
     pub(crate) fn drop_body(&mut self) {
         self.body = RawBody::default();
+        self.features.drop_prompt_ids();
     }
 }
 

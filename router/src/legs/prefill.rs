@@ -13,7 +13,7 @@ use baton_connector::handoff::ReplyFacts;
 use baton_openai::{ParseLimits, RawBody, recover_member};
 use bytes::{Bytes, BytesMut};
 use hyper::StatusCode;
-use serde_json::{Value, json};
+use serde_json::Value;
 use tokio::sync::Notify;
 
 use super::{Fault, Refusal, Verdict, classify_unreadable, log_unsupported_endpoint};
@@ -23,6 +23,7 @@ use crate::engines::http::{
 };
 use crate::engines::redact::AddressRedactor;
 use crate::message::embedded_error::EmbeddedError;
+use crate::message::handoff_params::{PROMPT_IDS, with_prompt_ids};
 use crate::message::sse;
 use crate::message::usage::JsonScanner;
 use crate::metrics::log_span::request_span;
@@ -32,8 +33,6 @@ const REPLY_BYTES_MAX: usize = 8 << 20;
 
 /// The member of a reply that contains the handoff.
 const HANDOFF: &str = "kv_transfer_params";
-/// The member of a reply, and of transfer parameters, that contains the prompt's token ids.
-const PROMPT_IDS: &str = "prompt_token_ids";
 
 pub(crate) use tail::{PrefillTail, PrefillTimeouts, ReplyTail, unless_failed};
 
@@ -318,7 +317,8 @@ fn interpret(reply: &WholeReply, hosts: &AddressRedactor) -> PrefillResult {
     match ReplyFacts::check(params) {
         // A copy, because a slice would keep the whole reply until the response ends.
         Ok(ReplyFacts { handle, epoch, .. }) => {
-            let with_prompt = body.field(PROMPT_IDS).and_then(|ids| with_prompt(params, ids));
+            let ids = body.field(PROMPT_IDS).and_then(|ids| serde_json::from_slice::<Vec<u32>>(ids).ok());
+            let with_prompt = ids.and_then(|ids| with_prompt_ids(params, &ids)).map(Arc::from);
             let handoff = ReceivedHandoff { params: params.into(), with_prompt };
             PrefillResult::Leased(handoff, LeaseIdentity { handle, epoch }, None)
         }
@@ -340,16 +340,6 @@ pub(crate) fn handoff_params(status: StatusCode, body: Bytes) -> Option<Arc<str>
         PrefillResult::Leased(handoff, ..) => Some(handoff.params),
         PrefillResult::NoLease | PrefillResult::Refused(_) | PrefillResult::Failed(..) => None,
     }
-}
-
-/// Transfer parameters with the prompt's token ids, as vLLM's decode engines read them. `None` if one of the values is
-/// not what it must be.
-fn with_prompt(params: &str, ids: &[u8]) -> Option<Arc<str>> {
-    let ids: Vec<u32> = serde_json::from_slice(ids).ok()?;
-    let members = params.trim_start().strip_prefix('{')?;
-    // A reply's transfer parameters have members.
-    let is_usable = !ids.is_empty() && !params.contains(PROMPT_IDS);
-    is_usable.then(|| format!("{{\"{PROMPT_IDS}\":{},{members}", json!(ids)).into())
 }
 
 /// The handle to release from a reply with an unusable handoff.

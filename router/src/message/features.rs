@@ -10,9 +10,10 @@ use baton_openai::RawBody;
 use hyper::header::HeaderMap;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64, xxh3_64_with_seed};
 
-use crate::config::{AffinityKey, FeaturesConfig, LoadUnit, ModelConfig, PolicyConfig};
-use crate::message::block_chain::links;
+use crate::config::{AffinityKey, FeaturesConfig, LoadUnit, ModelConfig, PolicyConfig, TokenizeSource};
+use crate::message::block_chain::{BlockKeys, links, root};
 use crate::message::estimate::NonTextParts;
+use crate::message::prompt_ids::PromptIds;
 
 /// The features that a model's policies need.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -22,6 +23,8 @@ pub(crate) struct FeatureNeeds {
     pub prefix: bool,
     /// The prompt's size. Without it the body's size suffices.
     pub tokens: bool,
+    /// The ids of a prompt of token ids.
+    pub ids: bool,
 }
 
 /// The features of a request.
@@ -36,8 +39,11 @@ pub(crate) struct Features {
     /// Estimated tokens of one chunk of `prefix`, and of the tools in front of the first.
     chunk_tokens: f64,
     head_tokens: f64,
-    /// Tokens of one block of `blocks`.
+    /// Tokens of one block of `blocks`, and the parent of the first; none if no engine reports blocks.
     block_tokens: usize,
+    block_root: Option<u64>,
+    /// The prompt's token ids, if known.
+    ids: Option<PromptIds>,
 }
 
 /// The parts of a request from which features are computed.
@@ -54,6 +60,19 @@ pub(crate) struct FeatureInput<'a> {
     pub non_text: NonTextParts,
     /// Tokens of one KV block, of engines that report it.
     pub block_size: Option<usize>,
+    /// The model is a LoRA adapter of its engines.
+    pub is_adapter: bool,
+}
+
+impl<'a> FeatureInput<'a> {
+    /// What separates the prompt's blocks from others with equal tokens.
+    fn block_keys(&self) -> BlockKeys<'a> {
+        let salt = self.salts.iter().find(|salt| !salt.is_empty());
+        BlockKeys {
+            adapter: self.is_adapter.then_some(self.model.as_bytes()),
+            salt: salt.map(|salt| salt.as_bytes()),
+        }
+    }
 }
 
 impl FeatureNeeds {
@@ -61,6 +80,7 @@ impl FeatureNeeds {
     pub(crate) fn of(model: &ModelConfig) -> Self {
         let mut needs = Self { prefix: model.disaggregate.asks_what_is_cached(), ..Self::default() };
         needs.tokens = needs.prefix || model.disaggregate.min_prompt_tokens > 0;
+        needs.ids = model.tokenize.from != TokenizeSource::Off || model.bidirectional_kv.is_some();
         for pool in [&model.prefill, &model.decode] {
             match &pool.policy {
                 PolicyConfig::RoundRobin(_) | PolicyConfig::Random(_) => {}
@@ -99,15 +119,6 @@ impl Features {
             let (prompt, tools) = (prompt.unwrap_or_default(), body.field("tools").unwrap_or_default());
             let embeds = body.field("prompt_embeds").unwrap_or_default();
             features.tokens = estimate(input.system.len() + prompt.len() + tools.len() + embeds.len());
-            if is_token_ids(prompt) {
-                // With a salt, engines' block names cannot be compared with the router's.
-                if let Some(size) = input.block_size.filter(|_| input.salts.is_empty())
-                    && let Ok(tokens) = serde_json::from_slice::<Vec<u32>>(prompt)
-                {
-                    features.blocks = links(&tokens, size, config.chunks_max);
-                    features.block_tokens = size;
-                }
-            }
             if needs.prefix {
                 features.prefix = chunks(first_link(input, tools), [input.system, prompt], config);
                 // Derived from the whole, because its tokens may have been counted.
@@ -115,9 +126,41 @@ impl Features {
                 let per_byte = features.tokens as f64 / bytes.max(1) as f64;
                 features.chunk_tokens = config.chunk_bytes as f64 * per_byte;
                 features.head_tokens = tools.len() as f64 * per_byte;
+                features.block_root = input.block_size.map(|size| root(size, input.block_keys()));
+                features.block_tokens = input.block_size.unwrap_or_default();
+            }
+        }
+        if needs.ids || features.block_root.is_some() {
+            let prompt = input.body.field("prompt").filter(|prompt| is_token_ids(prompt));
+            if let Some(ids) = prompt.and_then(|prompt| serde_json::from_slice(prompt).ok()) {
+                features.set_prompt_ids(PromptIds::exact(ids), config);
             }
         }
         features
+    }
+
+    /// Names the prompt's blocks by its token ids, and counts its tokens.
+    pub(crate) fn set_prompt_ids(&mut self, ids: PromptIds, config: &FeaturesConfig) {
+        if let Some(root) = self.block_root {
+            // As much of the prompt as is compared in chunks.
+            let chunks = config.chunks_max as f64 * config.chunk_bytes as f64 / config.bytes_per_token;
+            let most = (chunks / self.block_tokens.max(1) as f64) as usize;
+            self.blocks = links(&ids.ids, root, self.block_tokens, most.max(config.chunks_max));
+        }
+        let tokens = ids.ids.len() as u64;
+        let scale = tokens as f64 / self.tokens.max(1) as f64;
+        (self.chunk_tokens, self.head_tokens) = (self.chunk_tokens * scale, self.head_tokens * scale);
+        (self.tokens, self.ids) = (tokens, Some(ids));
+    }
+
+    /// The prompt's token ids, if a client or an engine's tokenizer gave them.
+    pub(crate) fn prompt_ids(&self) -> Option<&PromptIds> {
+        self.ids.as_ref()
+    }
+
+    /// Frees the token ids. The names of blocks stay.
+    pub(crate) fn drop_prompt_ids(&mut self) {
+        self.ids = None;
     }
 
     /// Features of a request of which only the tokens matter.
@@ -218,7 +261,8 @@ mod tests {
         RawBody::any(body.to_owned().into(), &Default::default(), &()).expect("an object")
     }
 
-    const ALL: FeatureNeeds = FeatureNeeds { session: true, user: true, prefix: true, tokens: true };
+    const ALL: FeatureNeeds =
+        FeatureNeeds { session: true, user: true, prefix: true, tokens: true, ids: true };
 
     fn features(body: &Value, salts: &[&str]) -> Features {
         let headers = HeaderMap::new();
@@ -231,6 +275,7 @@ mod tests {
             user: None,
             salts,
             block_size: None,
+            is_adapter: false,
             non_text: NonTextParts::of(&body),
         };
         Features::read(&input, ALL, &FeaturesConfig { chunk_bytes: 64, ..FeaturesConfig::default() })
@@ -314,6 +359,7 @@ mod tests {
                 salts: &[],
                 non_text: NonTextParts::default(),
                 block_size: None,
+                is_adapter: false,
             };
             let features = Features::read(&input, ALL, &FeaturesConfig::default());
             (features.session, features.user)
@@ -322,6 +368,38 @@ mod tests {
         assert_ne!(read("s1", "u1").0, read("s2", "u1").0);
         assert_ne!(read("s1", "u1").1, read("s1", "u2").1);
         assert_eq!(read("", ""), (None, None));
+    }
+
+    #[test]
+    fn blocks_follow_from_the_token_ids_of_a_client_or_an_engine() {
+        let body = json!({"prompt": [1, 2, 3, 4, 5, 6, 7]});
+        let of = |body: &Value, salts: &[&str], is_adapter| {
+            let (headers, body) = (HeaderMap::new(), raw(&body.to_string()));
+            let input = FeatureInput {
+                model: "m",
+                headers: &headers,
+                body: &body,
+                system: &[],
+                user: None,
+                salts,
+                non_text: NonTextParts::of(&body),
+                block_size: Some(2),
+                is_adapter,
+            };
+            Features::read(&input, ALL, &FeaturesConfig::default())
+        };
+        let given = of(&body, &[], false);
+        assert_eq!((given.blocks.len(), given.tokens), (3, 7));
+        assert_eq!(given.prompt_ids(), Some(&PromptIds::exact((1..=7).collect())));
+        let mut asked = of(&json!({"prompt": "seven words of text"}), &[], false);
+        assert_eq!((asked.blocks.len(), asked.prompt_ids()), (0, None));
+        asked.set_prompt_ids(PromptIds::exact((1..=7).collect()), &FeaturesConfig::default());
+        assert_eq!((&asked.blocks, asked.tokens), (&given.blocks, 7));
+        for other in [of(&body, &["salt"], false), of(&body, &[], true), of(&body, &["salt"], true)] {
+            assert_eq!(other.blocks.len(), 3);
+            assert_ne!(other.blocks, given.blocks);
+        }
+        assert_eq!(of(&body, &[""], false).blocks, given.blocks, "an empty salt is none");
     }
 
     #[test]

@@ -1,4 +1,6 @@
-//! Removes an engine's `kv_transfer_params` from what a client receives. They name hosts and blocks. A decode engine of
+//! Transfer parameters as JSON: the prompt's token ids are added to those of a leg.
+//!
+//! An engine's `kv_transfer_params` are removed from what a client receives. They name hosts and blocks. A decode engine of
 //! vLLM returns them with bidirectional transfers, and `/v1/responses` in its last event.
 
 use std::sync::LazyLock;
@@ -7,6 +9,17 @@ use bytes::{Bytes, BytesMut};
 use memchr::memmem::Finder;
 
 static PARAMS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"kv_transfer_params\""));
+
+/// The member of a reply, and of transfer parameters, that contains the prompt's token ids.
+pub(crate) const PROMPT_IDS: &str = "prompt_token_ids";
+
+/// Transfer parameters with the prompt's token ids, which vLLM's engines use instead of a chat's messages. `None` without
+/// ids, or if the parameters have some.
+pub(crate) fn with_prompt_ids(params: &str, ids: &[u32]) -> Option<String> {
+    let members = params.trim_start().strip_prefix('{')?;
+    let is_usable = !ids.is_empty() && !params.contains(PROMPT_IDS);
+    is_usable.then(|| format!("{{\"{PROMPT_IDS}\":{},{members}", serde_json::json!(ids)))
+}
 
 /// The bytes with `null` in place of each value of `kv_transfer_params`: whole JSON, or whole frames of a stream. Bytes
 /// without such a value are returned unchanged, without a copy.

@@ -10,6 +10,7 @@ pub(crate) mod handoff_params;
 pub(crate) mod hex;
 pub(crate) mod path;
 pub(crate) mod payload;
+pub(crate) mod prompt_ids;
 pub(crate) mod random;
 pub(crate) mod request_id;
 pub(crate) mod rewrite;

@@ -1,13 +1,17 @@
 //! Subscriptions to engines' KV events: connections, messages and known blocks.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use serde_json::{Value, json};
 
 use super::page::Scrape;
 use super::registry::families;
 
 families! {
     gauge CONNECTED("baton_router_kv_events_connected", ["engine"]):
-        "1 while the router is connected to an engine's publisher of KV events. No sample: none is configured.";
+        "1 while the router is connected to every publisher of an engine's KV events, one per data-parallel rank. No \
+         sample: none is configured.";
     counter BATCHES("baton_router_kv_events_batches_total", ["engine"]):
         "Messages with KV events received from an engine.";
     counter GAPS("baton_router_kv_events_gaps_total", ["engine"]):
@@ -18,14 +22,57 @@ families! {
         "Events ignored in whole or in part: malformed, attention, tier, extra_keys, parent, bound, type.";
 }
 
-/// Adds the statistics of a subscription to the scrape.
-pub(crate) fn look_up(scrape: &mut Scrape, engine: &str, stats: &SubscriptionStats) {
-    scrape.put(&CONNECTED, &[engine], f64::from(u8::from(stats.is_connected())));
+/// The subscriptions to one engine: one per data-parallel rank.
+pub(crate) struct EngineSubscriptions(Vec<(String, Arc<SubscriptionStats>)>);
+
+impl EngineSubscriptions {
+    /// Of these publishers; `None` without any.
+    pub(crate) fn new(publishers: Vec<(String, Arc<SubscriptionStats>)>) -> Option<Self> {
+        (!publishers.is_empty()).then_some(Self(publishers))
+    }
+
+    /// The subscriptions as JSON; counts are those of all ranks.
+    pub(crate) fn json(&self) -> Value {
+        let publishers: Vec<&str> = self.0.iter().map(|(publisher, _)| publisher.as_str()).collect();
+        json!({
+            "publisher": publishers.join(", "),
+            "connected": self.is_connected(),
+            "batches": self.sum(SubscriptionStats::batches),
+            "gaps": self.sum(SubscriptionStats::gaps),
+            "blocks": self.sum(SubscriptionStats::blocks),
+            "left_out": self.ignored_json(),
+        })
+    }
+
+    /// The ignored events as an object with the reasons' labels as names.
+    pub(crate) fn ignored_json(&self) -> Value {
+        self.ignored().map(|(reason, count)| (reason.label().to_owned(), Value::from(count))).collect()
+    }
+
+    /// Whether every publisher is connected.
+    fn is_connected(&self) -> bool {
+        self.0.iter().all(|(_, stats)| stats.is_connected())
+    }
+
+    fn sum(&self, of: impl Fn(&SubscriptionStats) -> u64) -> u64 {
+        self.0.iter().map(|(_, stats)| of(stats)).sum()
+    }
+
+    /// Counts of ignored events by reason, without reasons that did not occur.
+    fn ignored(&self) -> impl Iterator<Item = (IgnoredEventReason, u64)> + '_ {
+        let counts = IgnoredEventReason::ALL.map(|reason| (reason, self.sum(|stats| stats.ignored(reason))));
+        counts.into_iter().filter(|(_, count)| *count > 0)
+    }
+}
+
+/// Adds the statistics of an engine's subscriptions to the scrape.
+pub(crate) fn look_up(scrape: &mut Scrape, engine: &str, of: &EngineSubscriptions) {
+    scrape.put(&CONNECTED, &[engine], f64::from(u8::from(of.is_connected())));
     // Counts stay far below 2^53.
-    scrape.put(&BATCHES, &[engine], stats.batches() as f64);
-    scrape.put(&GAPS, &[engine], stats.gaps() as f64);
-    scrape.put(&BLOCKS, &[engine], stats.blocks() as f64);
-    for (reason, count) in stats.ignored() {
+    scrape.put(&BATCHES, &[engine], of.sum(SubscriptionStats::batches) as f64);
+    scrape.put(&GAPS, &[engine], of.sum(SubscriptionStats::gaps) as f64);
+    scrape.put(&BLOCKS, &[engine], of.sum(SubscriptionStats::blocks) as f64);
+    for (reason, count) in of.ignored() {
         scrape.put(&LEFT_OUT, &[engine, reason.label()], count as f64);
     }
 }
@@ -88,17 +135,9 @@ impl SubscriptionStats {
         self.blocks.load(Ordering::Relaxed)
     }
 
-    /// Counts of ignored events by reason, without reasons that did not occur.
-    pub(crate) fn ignored(&self) -> impl Iterator<Item = (IgnoredEventReason, u64)> + '_ {
-        let counts = self.ignored.iter().map(|count| count.load(Ordering::Relaxed));
-        IgnoredEventReason::ALL.into_iter().zip(counts).filter(|(_, count)| *count > 0)
-    }
-
-    /// The same counts as an object with the reasons' labels as names.
-    pub(crate) fn ignored_json(&self) -> serde_json::Value {
-        self.ignored()
-            .map(|(reason, count)| (reason.label().to_owned(), serde_json::Value::from(count)))
-            .collect()
+    /// Ignored events with this reason.
+    fn ignored(&self, reason: IgnoredEventReason) -> u64 {
+        self.ignored[reason as usize].load(Ordering::Relaxed)
     }
 
     /// Counts an ignored event; returns whether it is the first with this reason.
@@ -119,9 +158,9 @@ baton_connector::labelled! {
         Malformed => "malformed",
         /// Blocks of a cache group without full attention.
         Attention => "attention",
-        /// Blocks on another medium than the device, or on another host.
+        /// Blocks on another host.
         Tier => "tier",
-        /// Blocks with a salt, an adapter or an image in their key.
+        /// Blocks with an image, embeddings or an unnamed adapter in their key.
         ExtraKeys => "extra_keys",
         /// Blocks whose parent, and so whose prompt, is unknown.
         Parent => "parent",

@@ -102,6 +102,11 @@ impl Metrics {
         DecisionCounters::new(&self.registry, model, leg, policy)
     }
 
+    /// Handles of the questions for a model's token ids.
+    pub(crate) fn tokenize(&self, model: &str) -> routing::TokenizeMetrics {
+        routing::TokenizeMetrics::new(&self.registry, model)
+    }
+
     /// Handles of one source of discovery.
     pub(crate) fn discovery(&self, source: &str) -> DiscoveryMetrics {
         DiscoveryMetrics::new(&self.registry, source)

@@ -3,7 +3,10 @@
 use std::sync::{Arc, OnceLock};
 
 use super::legs::Leg;
-use super::registry::{Counter, Registry, families};
+use super::registry::{Counter, Histogram, Registry, families};
+
+/// Seconds of a wait for token ids, which `tokenize.timeout_ms` bounds.
+const TOKENIZE: &[f64] = &[0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 10.0];
 
 families! {
     counter DISAGGREGATION("baton_router_disagg_decisions_total", ["decision", "reason"]):
@@ -14,6 +17,12 @@ families! {
          own reply (`disaggregate.cache_hit_threshold`).";
     counter DECISIONS("baton_router_decisions_total", ["model", "leg", "policy", "reason"]):
         "Choices of an engine, by policy and reason. `/explain` shows the same reason for one request.";
+    counter TOKENIZED("baton_router_tokenize_total", ["model", "result"]):
+        "Requests of models with `tokenize`, by where their token ids come from (`client`, `engine`, `cache`), or why there \
+         are none. `unsupported`: the engines cannot tell the ids of such a request. `no_engine`: none is in use, or all \
+         have failed repeatedly.";
+    histogram TOKENIZE_SECONDS("baton_router_tokenize_seconds", ["model"], TOKENIZE):
+        "Wait of a request for its token ids from an engine, also in vain.";
 }
 
 /// A policy's decisions for one leg of a model. The series of a reason begins with its first decision.
@@ -34,6 +43,27 @@ impl DecisionCounters {
         let [model, leg, policy] = &self.labels;
         let counter = || self.registry.counter(&DECISIONS, &[model, leg, policy, reason.label()]);
         self.reasons[reason.kind()].get_or_init(counter).increment(1);
+    }
+}
+
+/// Questions for the token ids of one model's prompts.
+pub(crate) struct TokenizeMetrics {
+    results: [Counter; TokenizeResult::ALL.len()],
+    pub wait: Histogram,
+}
+
+impl TokenizeMetrics {
+    pub(super) fn new(registry: &Registry, model: &str) -> Self {
+        let counter = |result: TokenizeResult| registry.counter(&TOKENIZED, &[model, result.label()]);
+        Self {
+            results: TokenizeResult::ALL.map(counter),
+            wait: registry.histogram(&TOKENIZE_SECONDS, &[model]),
+        }
+    }
+
+    /// Counts a request; once per request.
+    pub(crate) fn count(&self, result: TokenizeResult) {
+        self.results[result as usize].increment(1);
     }
 }
 
@@ -112,6 +142,35 @@ impl ChoiceReason {
     /// The label in explanations.
     pub(crate) fn label(self) -> &'static str {
         self.row().1
+    }
+}
+
+baton_connector::labelled! {
+    /// Where a prompt's token ids come from, or why there are none.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(crate) enum TokenizeResult {
+        /// The request contains them.
+        Client => "client",
+        Engine => "engine",
+        /// An equal request was answered before.
+        Cache => "cache",
+        /// The body is below `tokenize.min_bytes`.
+        Small => "small",
+        /// The prompt contains parts that are no text, or is not one prompt.
+        NotText => "not_text",
+        /// As many requests as `tokenize.concurrent` wait.
+        Busy => "busy",
+        Late => "late",
+        /// The engine refused the question, or it cannot be translated.
+        Refused => "refused",
+        /// The engine failed or broke off.
+        Failed => "failed",
+        /// The reply has no ids, or more than the prompt can have.
+        Malformed => "malformed",
+        /// The engines have no endpoint for the request.
+        Unsupported => "unsupported",
+        /// No engine is in use, or all have failed repeatedly.
+        NoEngine => "no_engine",
     }
 }
 

@@ -57,7 +57,7 @@ impl PickRequest {
         if self.head.subset.as_ref().is_some_and(Subset::is_empty) {
             return Err(ApiError::unavailable("the gateway names no endpoint for this request", RETRY_AFTER));
         }
-        let mut wanted = self.read(body)?;
+        let mut wanted = self.read(body).await?;
         let client_id = request_id::client_id(&self.head.headers);
         let explanations = &self.shared.explanations;
         self.explanation =

@@ -159,7 +159,7 @@ impl PickRequest {
     ///
     /// # Errors
     /// The client's error.
-    pub(super) fn read(&mut self, body: Bytes) -> Result<PickFeatures, ApiError> {
+    pub(super) async fn read(&mut self, body: Bytes) -> Result<PickFeatures, ApiError> {
         let bytes = body.len();
         let generation = Arc::clone(&self.generation);
         let dialect = match &self.target {
@@ -187,11 +187,13 @@ impl PickRequest {
         };
         let owner = generation.auth.as_deref().zip(self.permit.as_ref());
         let owner = owner.map(|(auth, permit)| RequestOwner { identity: &permit.identity, auth });
-        let request = ClientRequest::read(dialect, body, &self.head.headers, &generation, owner.as_ref())?;
+        let mut request =
+            ClientRequest::read(dialect, body, &self.head.headers, &generation, owner.as_ref())?;
         self.check_access(&request.model)?;
         if let Some(permit) = &mut self.permit {
             permit.take_tokens(request.tokens)?;
         }
+        request.tokenize(&generation.models).await;
         // Responses pass the gateway unread, so an engine adds nothing that the client did not ask for.
         let owned = request.owned.without_usage();
         let body = rewrite::decode_body(&request.body, &owned, &request.model.name_in_bodies, None);

@@ -6,3 +6,4 @@ pub(crate) mod messages_support;
 pub(crate) mod models;
 pub(crate) mod policy;
 pub(crate) mod pool;
+pub(crate) mod tokenizer;

@@ -10,7 +10,7 @@ use baton_openai::ApiError;
 use crate::admission::{Admission, ModelQueue};
 use crate::config::{
     DisaggregateConfig, EngineConfig, EngineUrl, Fallback, FeaturesConfig, ModelConfig, PoolConfig,
-    ReleaseMode, RequestTimeouts, RouterConfig,
+    ReleaseMode, RequestTimeouts, RouterConfig, TokenizeSource,
 };
 use crate::engines::caches::kv_events::EventSource;
 use crate::engines::fleet::Fleet;
@@ -23,6 +23,7 @@ use crate::message::rewrite::ModelName;
 use crate::metrics::{Leg, ModelMetrics};
 use crate::routing::messages_support::MessagesSupport;
 use crate::routing::pool::{Pool, PoolMember, PrefixTracking, has_labels};
+use crate::routing::tokenizer::Tokenizer;
 
 /// One model.
 pub(crate) struct Model {
@@ -99,6 +100,8 @@ pub(crate) struct Models {
     by_name: HashMap<String, Arc<Model>>,
     /// By the models' own names.
     messages: HashMap<String, Arc<MessagesSupport>>,
+    /// By the models' own names; of models with `tokenize`.
+    tokenizers: HashMap<String, Arc<Tokenizer>>,
 }
 
 impl Model {
@@ -124,10 +127,11 @@ impl Model {
                 let (release, protocol) = settlement[&engine.url].clone();
                 let terms = ConnectionTerms { health, release, protocol, ..terms.of(&engine.url).clone() };
                 let known = fleet.engine(&engine.url, &terms);
-                let member = || PoolMember::new(engine, Arc::clone(&known), pool, &config.pair_by);
+                let member =
+                    |rank| Arc::new(PoolMember::new(engine, Arc::clone(&known), rank, pool, &config.pair_by));
                 match engine.data_parallel_size {
-                    0 | 1 => vec![Arc::new(member())],
-                    size => (0..size).map(|rank| Arc::new(member().at_rank(rank))).collect(),
+                    0 | 1 => vec![member(None)],
+                    size => (0..size).map(|rank| member(Some(rank))).collect(),
                 }
             };
             let ranks = engines.flat_map(ranks).collect();
@@ -183,7 +187,7 @@ impl Models {
     ) -> Self {
         let (mut list, mut by_name) = (Vec::<Arc<Model>>::new(), HashMap::new());
         let settlement = engine_settings(config, members);
-        let mut messages = HashMap::new();
+        let (mut messages, mut tokenizers) = (HashMap::new(), HashMap::new());
         for model in &config.models {
             let served = Arc::new(Model::new(
                 model,
@@ -198,11 +202,19 @@ impl Models {
                 by_name.insert(name.clone(), Arc::clone(&served));
             }
             messages.insert(model.name.clone(), Arc::new(MessagesSupport::new(model.messages)));
+            if model.tokenize.from == TokenizeSource::Engine {
+                // What was learnt of the engines outlives a reload.
+                let kept = previous.and_then(|previous| previous.tokenizers.get(&model.name));
+                let kept = kept.filter(|kept| kept.is_of(&model.tokenize)).cloned();
+                let metrics = || context.fleet.metrics().tokenize(&model.name);
+                let tokenizer = kept.unwrap_or_else(|| Arc::new(Tokenizer::new(&model.tokenize, metrics())));
+                tokenizers.insert(model.name.clone(), tokenizer);
+            }
             list.push(served);
         }
         let bounds: Option<Vec<Duration>> = list.iter().map(|model| model.bounds.request).collect();
         let longest_request = bounds.and_then(|bounds| bounds.into_iter().max());
-        Self { list, longest_request, by_name, messages }
+        Self { list, longest_request, by_name, messages, tokenizers }
     }
 
     /// The model with this name; without a name the only model.
@@ -231,6 +243,11 @@ impl Models {
     /// Whether the engines of a model have Anthropic's Messages.
     pub(crate) fn messages(&self, model: &Model) -> Option<&Arc<MessagesSupport>> {
         self.messages.get(&model.name)
+    }
+
+    /// The tokenizer of a model, if the model has one.
+    pub(crate) fn tokenizer(&self, model: &Model) -> Option<&Arc<Tokenizer>> {
+        self.tokenizers.get(&model.name)
     }
 
     pub(crate) fn list(&self) -> &[Arc<Model>] {

@@ -49,7 +49,7 @@ pub(crate) struct Pool {
     /// The members' names.
     names: Arc<[Arc<str>]>,
     indexes: LabelIndexes,
-    /// Engines that report their caches.
+    /// The numbers of the caches that engines report.
     event_engines: Vec<u32>,
     policy: Box<dyn Policy>,
     policy_name: &'static str,
@@ -115,7 +115,7 @@ impl Pool {
         Self {
             names: members.iter().map(|member| member.engine.name()).collect(),
             indexes: LabelIndexes::new(&members, leg, policy::unit_of(policy)),
-            event_engines: reporting.map(|member| member.engine.id()).collect(),
+            event_engines: reporting.map(|member| member.cache_id()).collect(),
             members,
             policy: policy::of_config(policy, caches),
             policy_name: policy.name(),
@@ -183,6 +183,11 @@ impl Pool {
     pub(crate) fn block_size(&self) -> Option<usize> {
         let caches = self.known_caches.as_ref()?;
         self.event_engines.iter().find_map(|engine| caches.block_size(*engine))
+    }
+
+    /// Whether an engine's KV events have named this model as a LoRA adapter.
+    pub(crate) fn is_adapter(&self, model: &str) -> bool {
+        self.known_caches.as_ref().is_some_and(|caches| caches.is_adapter(model.as_bytes()))
     }
 
     /// Requests of this router at the least loaded engine; 0 without any.

@@ -142,6 +142,10 @@ impl ClientService {
         context: &mut RequestContext,
         mut request: ClientRequest,
     ) -> Result<(), RequestError> {
+        if let Err(gone) = race(session, request.tokenize(&context.generation.models)).await {
+            context.client.permit.iter_mut().for_each(Permit::return_tokens);
+            return Err(gone.into());
+        }
         let bounds = request.model.bounds;
         let until = bounds.request.and_then(|most| context.began().checked_add(most));
         let identity = context.client.permit.as_ref().map(|permit| &*permit.identity);

@@ -20,6 +20,8 @@ BLOCKS = 96
 STOCK, PUSH, BATON = "stock", "push", "baton"
 # The NixlConnector with bidirectional KV, and vLLM's ExampleConnector, which keeps blocks in files.
 TURNS, STORE = "turns", "store"
+# Time for which D keeps the blocks of a response that no engine reads.
+KEPT_S = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Engine:
         config = {"kv_connector": connector, "kv_role": "kv_both"}
         extra = {"kv_lease_duration": self.setup.lease}
         if self.setup.connector == TURNS:
-            extra["bidirectional_kv_xfer"] = True
+            extra.update(bidirectional_kv_xfer=True, decoder_kv_blocks_ttl=KEPT_S)
         if self.setup.connector == STORE:
             extra = {"shared_storage_path": self.setup.store}
         if self.has_log:
@@ -88,6 +90,7 @@ class Engine:
              "--port", str(self.port), "--enforce-eager", "--block-size", str(BLOCK),
              "--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "1536",
              "--tensor-parallel-size", str(self.ranks), "--dtype", self.setup.dtype, *self.setup.arguments,
+             *(["--enable-scale-out"] if self.setup.connector == TURNS else []),
              "--kv-transfer-config", json.dumps(self.transfer_config(policy))],
             env=environment, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True,
         )

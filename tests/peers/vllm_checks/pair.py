@@ -19,7 +19,8 @@ TURN_IDLE_S = 4
 
 # Keys of the model in the router's configuration, by connector.
 MODEL_SETTINGS = {
-    engines.TURNS: f"    bidirectional_kv: {{idle_ms: {TURN_IDLE_S * 1000}}}\n    reuse_tokens: true\n",
+    engines.TURNS: f"    bidirectional_kv: {{idle_ms: {TURN_IDLE_S * 1000}}}\n    reuse_tokens: true\n"
+                   "    tokenize: {from: engine, timeout_ms: 10000, min_bytes: 0}\n",
     engines.STORE: "    protocol: vllm_store\n",
 }
 

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import time
 
 from .base import check, expect, post
 from .clients import Call
@@ -39,10 +40,13 @@ def texts(pair):
 
 @check("store-cancel", "clients leave at drawn instants, and no block stays in use", kind="store", limit_s=limit)
 def cancel(pair):
-    left, slowest = 0, 0.0
+    begun = time.monotonic()
+    status, answer = post(pair.url + "/v1/completions", completion(pair))
+    expect(status == 200, f"{status}: {answer}")
+    whole, left, slowest = time.monotonic() - begun, 0, 0.0
     for number in range(pair.rounds):
         call = Call(pair.url, "/v1/completions", completion(pair, stream=bool(number % 2)))
-        pair.prefill.metric("vllm:kv_cache_usage_perc")
+        time.sleep(pair.random.uniform(0, whole))
         left += not call.leave("rst" if number % 4 // 2 else "fin")
         slowest = max(slowest, pair.home())
     return f"{left} of {pair.rounds} left, blocks of both free after {slowest:.1f} s at most"

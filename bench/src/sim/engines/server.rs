@@ -95,7 +95,7 @@ async fn other(engine: &Arc<Engine>, request: &HttpRequest) -> Vec<u8> {
             Ok(reply(200, &[("content-type", kind)], debug_pages::metrics(engine).as_bytes()))
         }
         (false, "/debug/kv/events") => events(engine, request).await,
-        (true, "/tokenize") => tokenize(engine, request),
+        (true, "/tokenize") => tokenize(request, engine.plan.capacity()),
         (false, "/debug/kv") if baton => Ok(json(debug_pages::debug_kv(engine).to_string().as_bytes())),
         (true, "/kv/release") if baton => release(engine, request),
         (true, "/abort_requests") if baton => abort(engine, request),
@@ -113,17 +113,13 @@ fn card(engine: &Engine) -> ModelCard {
     }
 }
 
-fn tokenize(engine: &Engine, request: &HttpRequest) -> Result<Vec<u8>, ApiError> {
+/// `/tokenize` of every simulated engine: a text or a chat.
+pub(super) fn tokenize(request: &HttpRequest, max_model_len: usize) -> Result<Vec<u8>, ApiError> {
     let limits = ParseLimits::default();
     let request = TokenizeRequest::from_map(&parse_object(&request.body, &limits)?, &limits)?;
     let tokens =
         text::prompt(&request.input).ok_or_else(|| ApiError::invalid("prompt", "one prompt at a time"))?;
-    let reply = TokenizeReply {
-        count: tokens.len(),
-        max_model_len: engine.plan.capacity(),
-        tokens,
-        token_strs: None,
-    };
+    let reply = TokenizeReply { count: tokens.len(), max_model_len, tokens, token_strs: None };
     Ok(json(&reply.to_bytes()))
 }
 

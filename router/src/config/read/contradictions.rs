@@ -1,10 +1,12 @@
 //! Checks that need several keys: contradictions between keys, and settings that are probably unintended.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+use std::ops::RangeInclusive;
 
 use crate::config::{
-    DisaggregateConfig, EngineConfig, EngineUrl, Fallback, KvEventsConfig, ModelConfig, PoolConfig, PortName,
-    ProtocolSetting, RouterConfig, Scheme,
+    DisaggregateConfig, EngineConfig, EngineUrl, Fallback, ModelConfig, PoolConfig, PortName,
+    ProtocolSetting, RouterConfig, Scheme, TokenizeSource,
 };
 
 /// Every contradiction: the path of the key that the problem names, and its description.
@@ -37,22 +39,18 @@ pub(crate) fn find_warnings(config: &RouterConfig) -> Vec<String> {
     without_effect(config, &mut warnings);
     for (at, model) in config.models.iter().enumerate() {
         both_pools(model, at, &mut warnings);
-        for (side, pool) in [("prefill", &model.prefill), ("decode", &model.decode)] {
+        let mut has_events = false;
+        for pool in [&model.prefill, &model.decode] {
             let template = pool.discover.as_ref().map(|discover| discover.template.keys());
             let mut engines = pool.engines.iter().chain(template);
-            let has_events = |engine: &EngineConfig| engine.kv_events.is_some() || pool.kv_events.is_some();
-            if config.auth.is_some() && (pool.kv_events.is_some() || engines.clone().any(has_events)) {
-                warnings.push(format!(
-                    "models[{at}].{side}: `kv_events` has no effect with `auth`: requests are salted per tenant, \
-                     and the router cannot match the hashes of salted blocks"
-                ));
-            }
-            if engines.any(|engine| engine.data_parallel_size > 1 && has_events(engine)) {
-                warnings.push(format!(
-                    "models[{at}].{side}: `kv_events` subscribes only to the first rank of an engine with \
-                     `data_parallel_size`; vLLM publishes rank N at the port + N"
-                ));
-            }
+            has_events |= pool.kv_events.is_some() || engines.any(|engine| engine.kv_events.is_some());
+        }
+        let is_used = has_events || model.bidirectional_kv.is_some();
+        if model.tokenize.from != TokenizeSource::Off && !is_used {
+            warnings.push(format!(
+                "models[{at}].tokenize: no engine has `kv_events`, and without reported blocks the token ids choose \
+                 no engine"
+            ));
         }
     }
     warnings
@@ -94,10 +92,10 @@ fn names(models: &[ModelConfig], found: &mut Vec<(String, String)>) {
     }
 }
 
-/// Reports engines that publish to the same address of the router. The router cannot distinguish engines that connect
-/// to one address.
+/// Reports engines that publish to the same address of the router, which cannot distinguish engines that connect to one
+/// address, and ranks without a port.
 fn publishers(config: &RouterConfig, found: &mut Vec<(String, String)>) {
-    let mut taken: Vec<(&KvEventsConfig, &EngineUrl, String)> = Vec::new();
+    let mut taken: Vec<(IpAddr, RangeInclusive<u16>, &EngineUrl, String)> = Vec::new();
     for (at, model) in config.models.iter().enumerate() {
         for (side, pool) in [("prefill", &model.prefill), ("decode", &model.decode)] {
             let path = format!("models[{at}].{side}");
@@ -112,23 +110,34 @@ fn publishers(config: &RouterConfig, found: &mut Vec<(String, String)>) {
             }
             for (number, engine) in pool.engines.iter().enumerate() {
                 let Some(events) = engine.kv_events.as_ref().or(pool.kv_events.as_ref()) else { continue };
-                let Some(bind) = events.bind else { continue };
                 let path = format!("{path}.engines[{number}].url");
-                let same = |other: &KvEventsConfig| {
-                    let bound = other.bind.unwrap_or(bind);
-                    other.port == events.port
-                        && (bound == bind || bound.is_unspecified() || bind.is_unspecified())
+                let Some(first_port) = events.port else {
+                    if events.bind.is_some() {
+                        found.push((path, "`kv_events.bind` needs `kv_events.port`".into()));
+                    }
+                    continue;
                 };
-                match taken.iter().find(|(other, url, _)| same(other) && *url != &engine.url) {
-                    Some((_, _, first)) => {
+                let Some(last_port) = first_port.checked_add(engine.data_parallel_size.saturating_sub(1))
+                else {
+                    found.push((path, format!("has no port {first_port} + N for each of its ranks")));
+                    continue;
+                };
+                let Some(bind) = events.bind else { continue };
+                let ports = first_port..=last_port;
+                let same = |bound: &IpAddr, others: &RangeInclusive<u16>| {
+                    let meets = others.start() <= ports.end() && ports.start() <= others.end();
+                    meets && (*bound == bind || bound.is_unspecified() || bind.is_unspecified())
+                };
+                match taken.iter().find(|(bound, others, url, _)| same(bound, others) && *url != &engine.url)
+                {
+                    Some((.., first)) => {
                         let what = format!(
-                            "publishes its `kv_events` to port {} of the router, and so does {first}: each engine \
-                             needs a port of its own",
-                            events.port
+                            "publishes its `kv_events` to port {first_port} of the router, and so does {first}: each \
+                             engine needs a port of its own"
                         );
                         found.push((path, what));
                     }
-                    None => taken.push((events, &engine.url, path)),
+                    None => taken.push((bind, ports, &engine.url, path)),
                 }
             }
         }

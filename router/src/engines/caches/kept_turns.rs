@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
 
-use crate::message::block_chain;
+use crate::message::block_chain::{self, BlockKeys};
 
 /// Tokens of one link of the chains. A turn with fewer tokens is not worth a transfer.
 const LINK_TOKENS: usize = 16;
@@ -53,7 +53,7 @@ impl<R> KeptTurns<R> {
     /// has no place for, and the turn itself if it is too short or too long.
     pub(crate) fn add(&mut self, turn: KeptTurn<R>, within: Duration, now: Instant) -> Vec<KeptTurn<R>> {
         let mut ended = self.expire(now);
-        let Some(link) = last_link(&turn.tokens).filter(|_| turn.tokens.len() <= TOKENS_MAX) else {
+        let Some(link) = last_link(&turn).filter(|_| turn.tokens.len() <= TOKENS_MAX) else {
             ended.push(turn);
             return ended;
         };
@@ -74,7 +74,7 @@ impl<R> KeptTurns<R> {
         if self.turns.is_empty() {
             return None;
         }
-        let links = block_chain::links(prompt, LINK_TOKENS, usize::MAX);
+        let links = links_of(owner, prompt);
         let begins = |key: &(Instant, u64)| {
             let turn = self.turns.get(key)?;
             let fits = key.0 > now && turn.owner == *owner && prompt.starts_with(&turn.tokens);
@@ -103,7 +103,7 @@ impl<R> KeptTurns<R> {
     fn remove(&mut self, key: (Instant, u64)) -> Option<KeptTurn<R>> {
         let turn = self.turns.remove(&key)?;
         self.tokens -= turn.tokens.len();
-        if let Some(link) = last_link(&turn.tokens)
+        if let Some(link) = last_link(&turn)
             && let Some(keys) = self.by_link.get_mut(&link)
         {
             keys.retain(|known| *known != key);
@@ -115,9 +115,18 @@ impl<R> KeptTurns<R> {
     }
 }
 
+/// The chained hashes of an owner's tokens.
+fn links_of(owner: &TurnOwner, tokens: &[u32]) -> Vec<u64> {
+    let keys = BlockKeys {
+        adapter: Some(owner.model.as_bytes()),
+        salt: owner.cache_salt.as_deref().map(str::as_bytes),
+    };
+    block_chain::links(tokens, block_chain::root(LINK_TOKENS, keys), LINK_TOKENS, usize::MAX)
+}
+
 /// The hash of a turn's whole links.
-fn last_link(tokens: &[u32]) -> Option<u64> {
-    block_chain::links(tokens, LINK_TOKENS, usize::MAX).last().copied()
+fn last_link<R>(turn: &KeptTurn<R>) -> Option<u64> {
+    links_of(&turn.owner, &turn.tokens).last().copied()
 }
 
 #[cfg(test)]

@@ -7,12 +7,12 @@
 //! ```
 //!
 //! An event names blocks by hashes of the engine's own making and contains their tokens. The router hashes the
-//! tokens itself, chained from the root. So the tokens of a prompt can be compared with any engine's blocks,
-//! whatever their names.
+//! tokens itself, chained from a root that contains adapter and salt. So a prompt can be compared with any engine's
+//! blocks, whatever their names. A block counts while the engine has it on some medium: device, host or disk.
 //!
 //! Some events are ignored and counted by reason ([`crate::metrics::kv_events::IgnoredEventReason`]):
-//! - blocks with extra keys (salts, adapters, images), and the blocks that follow them
-//! - blocks on another medium
+//! - blocks with images or embeddings in their keys, and the blocks that follow them
+//! - blocks on another host
 //! - blocks of cache groups without full attention, whose hit depends on more than the preceding tokens
 //! - malformed events
 //!
@@ -20,7 +20,9 @@
 
 mod batch;
 mod blocks;
+mod extra_keys;
 mod msgpack;
+mod sources;
 mod subscriber;
 mod zmtp;
 

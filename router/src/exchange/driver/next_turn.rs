@@ -10,6 +10,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use baton_openai::Endpoint;
 use bytes::Bytes;
 use hyper::header::HeaderValue;
 
@@ -17,6 +18,8 @@ use super::ExchangeDriver;
 use crate::engines::caches::kept_turns::{KeptTurn, TurnOwner};
 use crate::exchange::client_request::ClientRequest;
 use crate::legs::settle::TurnRelease;
+use crate::message::handoff_params::with_prompt_ids;
+use crate::message::path::Dialect;
 use crate::message::turn::TurnRecorder;
 use crate::metrics::KeptTurnEnd;
 use crate::state::shared::{Shared, TurnClaim};
@@ -66,8 +69,14 @@ impl ExchangeDriver {
 
     /// The transfer parameters of the kept turn that begins the request's prompt.
     pub(super) fn take_turn(&self, request: &ClientRequest) -> Option<String> {
-        let (owner, prompt) = (request.turn_owner.as_ref()?, request.exact_prompt_ids()?);
-        self.shared.take_turn(owner, &prompt)
+        // Other ids may differ from those that the engine computes.
+        let (owner, prompt) =
+            (request.turn_owner.as_ref()?, request.prompt_ids().filter(|prompt| prompt.exact)?);
+        let params = self.shared.take_turn(owner, &prompt.ids)?;
+        // Of a chat the engine computes these tokens, whatever its template makes of the messages.
+        let is_chat = request.dialect == Dialect::OpenAi(Endpoint::Chat);
+        let given = is_chat.then(|| with_prompt_ids(&params, &prompt.ids)).flatten();
+        Some(given.unwrap_or(params))
     }
 }
 

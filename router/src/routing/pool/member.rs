@@ -54,7 +54,7 @@ pub(crate) struct PoolMember {
     pair: Option<u64>,
     /// Whether it has the labels that the pool prefers.
     preferred: bool,
-    /// The source of its KV-cache events.
+    /// The publisher of its KV events.
     pub events: Option<EventSource>,
 }
 
@@ -74,13 +74,19 @@ pub(crate) enum Eligibility {
 
 impl PoolMember {
     /// `pair_by`: the names of the labels that the engines of a pair should share.
+    /// `rank`: one of several ranks of the engine.
     pub(crate) fn new(
         config: &EngineConfig,
         engine: Arc<Engine>,
+        rank: Option<u16>,
         pool: &PoolConfig,
         pair_by: &[String],
     ) -> Self {
-        let key = xxh3_64(config.url.authority().as_bytes());
+        let authority = config.url.authority();
+        let key = rank.map_or_else(
+            || xxh3_64(authority.as_bytes()),
+            |rank| xxh3_64(format!("{authority}#{rank}").as_bytes()),
+        );
         let most = config.max_in_flight.or(pool.capacity.max_in_flight);
         Self {
             weight: config.weight,
@@ -93,9 +99,9 @@ impl PoolMember {
                 .kv_events
                 .as_ref()
                 .or(pool.kv_events.as_ref())
-                .map(|events| EventSource::new(&config.url, engine.id(), events)),
+                .map(|events| EventSource::new(&config.url, &engine, rank, events)),
             preferred: !pool.prefer.is_empty() && has_labels(&config.labels, &pool.prefer),
-            rank: None,
+            rank,
             engine,
         }
     }
@@ -108,12 +114,6 @@ impl PoolMember {
     /// Whether it has the labels that the pool prefers.
     pub(super) fn is_preferred(&self) -> bool {
         self.preferred
-    }
-
-    /// One rank of its engine.
-    pub(crate) fn at_rank(self, rank: u16) -> Self {
-        let key = xxh3_64(format!("{}#{rank}", self.engine.authority()).as_bytes());
-        Self { rank: Some(rank), key, ..self }
     }
 
     /// This router's requests there.

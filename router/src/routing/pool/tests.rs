@@ -54,7 +54,7 @@ fn of_yaml(fleet: &Fleet, yaml: &str) -> Pool {
     let config: PoolConfig = serde_saphyr::from_str(yaml).expect("a pool");
     let member = |engine: &crate::config::EngineConfig| {
         let known = fleet.engine(&engine.url, &terms());
-        Arc::new(PoolMember::new(engine, known, &config, &["zone".to_owned()]))
+        Arc::new(PoolMember::new(engine, known, None, &config, &["zone".to_owned()]))
     };
     let members = config.engines.iter().map(member).collect();
     let health = HealthConfig::default();

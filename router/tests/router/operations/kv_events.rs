@@ -11,14 +11,14 @@ use crate::harness::engine::{Action, FakeEngine};
 use crate::harness::system::TestRouter;
 
 /// An engine's publisher.
-struct Publisher {
+pub(super) struct Publisher {
     socket: PubSocket,
     sequence: u64,
     pub port: u16,
 }
 
 impl Publisher {
-    async fn at(port: u16) -> Self {
+    pub(super) async fn at(port: u16) -> Self {
         let mut socket = PubSocket::new();
         let begun = Instant::now();
         // The previous publisher may not have closed its listener yet.
@@ -34,7 +34,7 @@ impl Publisher {
     }
 
     /// Publishes one message with these events, framed as by vLLM.
-    async fn publish(&mut self, events: &Value) {
+    pub(super) async fn publish(&mut self, events: &Value) {
         let payload = rmp_serde::to_vec(&json!([1_795_163_885.05, events, 0])).unwrap();
         let mut message = ZmqMessage::from(Bytes::from_static(b"kv"));
         message.push_back(Bytes::copy_from_slice(&self.sequence.to_be_bytes()));
@@ -44,7 +44,7 @@ impl Publisher {
     }
 }
 
-fn stored(hashes: &[u64], parent: Option<u64>, tokens: &[u32]) -> Value {
+pub(super) fn stored(hashes: &[u64], parent: Option<u64>, tokens: &[u32]) -> Value {
     json!({"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": parent, "token_ids": tokens,
         "block_size": 4, "lora_id": null, "medium": "GPU", "lora_name": null,
         "extra_keys": vec![Value::Null; hashes.len()], "group_idx": 0, "kv_cache_spec_kind": "full_attention"})
@@ -104,7 +104,8 @@ async fn a_prompt_of_tokens_goes_to_the_engine_that_reports_its_blocks() {
     let mut salted = prompt();
     salted["cache_salt"] = json!("s");
     let plan = post(system.admin, "/dry-run?path=/v1/completions", &salted).await.json();
-    assert_eq!(plan["decode"]["held"]["of_blocks"], 0);
+    let held = &plan["decode"]["held"];
+    assert_eq!((&held["blocks"], &held["of_blocks"]), (&json!(0), &json!(3)));
     // A gap: a message was lost, so the known blocks are discarded.
     publisher.sequence += 7;
     publisher.publish(&json!([{"type": "BlockRemoved", "block_hashes": [99]}])).await;

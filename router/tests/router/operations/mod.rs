@@ -14,4 +14,5 @@ pub(crate) mod kv_events;
 pub(crate) mod log;
 pub(crate) mod reload;
 pub(crate) mod tenant_tokens;
+pub(crate) mod tokenize;
 pub(crate) mod traces;

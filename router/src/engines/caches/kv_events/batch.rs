@@ -11,6 +11,7 @@
 
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::extra_keys::ExtraKeys;
 use super::msgpack::{MsgpackError, MsgpackItem, MsgpackReader};
 use crate::metrics::kv_events::IgnoredEventReason;
 
@@ -33,10 +34,11 @@ pub(super) struct EventBatch<'a> {
 #[derive(Debug, PartialEq)]
 pub(super) enum KvEvent {
     Stored(StoredBlocks),
-    /// These blocks of a cache group are no longer cached.
+    /// These blocks of a cache group are no longer on a medium.
     Removed {
         hashes: Vec<u64>,
         group: Option<u64>,
+        medium: Medium,
     },
     /// No block is cached any more.
     Cleared,
@@ -54,12 +56,24 @@ pub(super) struct StoredBlocks {
     pub parent: Option<u64>,
     pub tokens: Vec<u32>,
     pub block_size: usize,
-    /// Something besides the tokens separates these blocks from others with equal tokens.
-    pub has_extra_keys: bool,
+    /// What separates the blocks from others with equal tokens.
+    pub extra_keys: ExtraKeys,
+    /// Where the blocks are.
+    pub medium: Medium,
     /// The cache group: layers of one kind that share blocks.
     pub group: Option<u64>,
     /// The kind of its layers. Older versions do not send it.
     pub attention: Option<AttentionKind>,
+}
+
+/// A medium of an engine's cache. An engine reads a block on its host or disk in a fraction of the time in which it would
+/// compute it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Medium {
+    #[default]
+    Device = 1,
+    Host = 2,
+    Storage = 4,
 }
 
 /// The part of a prompt that the layers of a cache group keep.
@@ -76,8 +90,8 @@ pub(super) enum AttentionKind {
 struct EventFields {
     kind: EventKind,
     stored: StoredBlocks,
-    /// The blocks are on another medium than the device, or on another host.
-    is_off_device: bool,
+    /// The blocks are on another host.
+    is_remote: bool,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -245,15 +259,31 @@ impl EventFields {
                 }
                 _ => return Err(MsgpackError),
             },
-            b"lora_id" | b"lora_name" => self.stored.has_extra_keys |= !is_empty(reader)?,
-            b"extra_keys" => self.stored.has_extra_keys |= !all_empty(reader)?,
+            b"lora_id" => {
+                self.stored.extra_keys.adapter_id = match reader.item()? {
+                    MsgpackItem::Nil => None,
+                    MsgpackItem::Integer(id) => Some(id),
+                    _ => return Err(MsgpackError),
+                }
+            }
+            b"lora_name" => {
+                self.stored.extra_keys.adapter = match reader.item()? {
+                    MsgpackItem::Nil => None,
+                    MsgpackItem::Text(name) => Some(name.into()),
+                    _ => return Err(MsgpackError),
+                }
+            }
+            b"extra_keys" => self.stored.extra_keys.read(reader)?,
             b"medium" => {
-                self.is_off_device |=
-                    !matches!(reader.item()?, MsgpackItem::Nil | MsgpackItem::Text(b"GPU" | b"gpu"));
+                self.stored.medium = match reader.item()? {
+                    MsgpackItem::Nil | MsgpackItem::Text(b"GPU" | b"gpu") => Medium::Device,
+                    MsgpackItem::Text(name) if name.starts_with(b"CPU") => Medium::Host,
+                    MsgpackItem::Text(_) => Medium::Storage,
+                    _ => return Err(MsgpackError),
+                }
             }
             b"locality" => {
-                self.is_off_device |=
-                    !matches!(reader.item()?, MsgpackItem::Nil | MsgpackItem::Text(b"LOCAL"))
+                self.is_remote |= !matches!(reader.item()?, MsgpackItem::Nil | MsgpackItem::Text(b"LOCAL"))
             }
             b"group_idx" => {
                 self.stored.group = match reader.item()? {
@@ -281,11 +311,14 @@ impl EventFields {
         match self.kind {
             EventKind::Other => KvEvent::LeftOut(IgnoredEventReason::Type),
             EventKind::Cleared => KvEvent::Cleared,
-            EventKind::Stored | EventKind::Removed if self.is_off_device => {
+            EventKind::Stored | EventKind::Removed if self.is_remote => {
                 KvEvent::LeftOut(IgnoredEventReason::Tier)
             }
             EventKind::Stored => KvEvent::Stored(self.stored),
-            EventKind::Removed => KvEvent::Removed { hashes: self.stored.hashes, group: self.stored.group },
+            EventKind::Removed => {
+                let StoredBlocks { hashes, group, medium, .. } = self.stored;
+                KvEvent::Removed { hashes, group, medium }
+            }
         }
     }
 }
@@ -307,28 +340,6 @@ fn token(item: MsgpackItem<'_>) -> Result<u32, MsgpackError> {
     match item {
         MsgpackItem::Integer(number) => u32::try_from(number).map_err(|_| MsgpackError),
         _ => Err(MsgpackError),
-    }
-}
-
-/// Skips an item. Returns whether it was nil.
-fn is_empty(reader: &mut MsgpackReader<'_>) -> Result<bool, MsgpackError> {
-    let nil = matches!(MsgpackReader::new(reader.left()).item()?, MsgpackItem::Nil);
-    reader.skip()?;
-    Ok(nil)
-}
-
-/// Skips an item. Returns whether it was nil, or a list of only nils.
-fn all_empty(reader: &mut MsgpackReader<'_>) -> Result<bool, MsgpackError> {
-    match MsgpackReader::new(reader.left()).item()? {
-        MsgpackItem::Array(_) => {
-            let count = reader.array()?;
-            let mut all = true;
-            for _ in 0..count {
-                all &= is_empty(reader)?;
-            }
-            Ok(all)
-        }
-        _ => is_empty(reader),
     }
 }
 
@@ -368,11 +379,12 @@ mod tests {
             parent: Some(12_131_603_041_379_581_109),
             tokens: vec![301, 7],
             block_size: 2,
-            has_extra_keys: false,
+            extra_keys: ExtraKeys::of(None, vec![vec![]]),
             group: Some(0),
             attention: Some(AttentionKind::Full),
+            ..StoredBlocks::default()
         };
-        let removed = KvEvent::Removed { hashes, group: Some(0) };
+        let removed = KvEvent::Removed { hashes, group: Some(0), medium: Medium::Device };
         let events = vec![
             KvEvent::Stored(expected),
             removed,
@@ -399,7 +411,7 @@ mod tests {
             block_size: 2,
             ..StoredBlocks::default()
         };
-        let removed = KvEvent::Removed { hashes: vec![5], group: None };
+        let removed = KvEvent::Removed { hashes: vec![5], group: None, medium: Medium::Device };
         let events = vec![KvEvent::Stored(first), removed, KvEvent::Cleared];
         assert_eq!(read(&batch), Ok(events));
     }
@@ -410,23 +422,34 @@ mod tests {
         let mut bytes = vec![0x92, 0x00, 0x91, 0x92, 0xac];
         bytes.extend_from_slice(b"BlockRemoved");
         bytes.extend_from_slice(&[0x91, 0xc4, 3, 1, 2, 3]);
-        let removed = KvEvent::Removed { hashes: vec![xxh3_64(&[1, 2, 3])], group: None };
+        let hashes = vec![xxh3_64(&[1, 2, 3])];
+        let removed = KvEvent::Removed { hashes, group: None, medium: Medium::Device };
         assert_eq!(all(&bytes), Ok(vec![removed]));
     }
 
     #[test]
-    fn blocks_with_extra_keys_are_marked_and_other_tiers_are_ignored() {
-        for extra in [json!([["salt"]]), json!([null, [1]]), json!("x")] {
-            let batch = read(&json!([0, [stored(&extra)]])).expect("a batch");
-            assert!(matches!(&batch[0], KvEvent::Stored(stored) if stored.has_extra_keys), "{extra}");
-        }
-        let (mut on_host, mut remote) = (stored(&Value::Null), stored(&Value::Null));
-        on_host["medium"] = json!("CPU");
+    fn the_medium_is_read_and_blocks_on_other_hosts_are_ignored() {
+        let on = |medium: &str| {
+            let mut event = stored(&Value::Null);
+            event["medium"] = json!(medium);
+            event
+        };
+        let mut remote = on("GPU");
         remote["locality"] = json!("REMOTE");
-        let removed = json!(["BlockRemoved", [1], "CPU"]);
-        let batch = read(&json!([0, [on_host, remote, removed, stored(&Value::Null)]])).expect("a batch");
-        assert!(batch[..3].iter().all(|event| *event == KvEvent::LeftOut(IgnoredEventReason::Tier)));
-        assert!(matches!(&batch[3], KvEvent::Stored(stored) if !stored.has_extra_keys));
+        let events = [on("GPU"), on("CPU"), on("CPU_PINNED"), on("STORAGE"), remote];
+        let batch = read(&json!([0, events])).expect("a batch");
+        let media: Vec<_> = batch
+            .iter()
+            .map(|event| match event {
+                KvEvent::Stored(stored) => Some(stored.medium),
+                _ => None,
+            })
+            .collect();
+        let (device, host, storage) = (Medium::Device, Medium::Host, Medium::Storage);
+        assert_eq!(media, [Some(device), Some(host), Some(host), Some(storage), None]);
+        assert_eq!(batch[4], KvEvent::LeftOut(IgnoredEventReason::Tier));
+        let removed = read(&json!([0, [["BlockRemoved", [1], "CPU"]]])).expect("a batch");
+        assert_eq!(removed, [KvEvent::Removed { hashes: vec![1], group: None, medium: host }]);
     }
 
     #[test]

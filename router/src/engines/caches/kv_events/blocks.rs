@@ -1,12 +1,15 @@
 //! Translation of an engine's block names to the router's.
 //!
-//! The router's name of a block is the chained hash of all tokens up to its end. So it can be computed from a
-//! prompt as well as from events. A block with an unknown parent has no name, and neither have the blocks that
-//! follow it.
+//! The router's name of a block is the chained hash of all tokens up to its end, from a root that contains the
+//! prompt's adapter and salt. So it can be computed from a prompt as well as from events. A block with an unknown
+//! parent has no name, and neither have the blocks that follow it.
+//!
+//! A block is cached while it is on some medium of the engine. Events of another medium than the device may name
+//! blocks without their tokens.
 
 use std::collections::HashMap;
 
-use super::batch::{AttentionKind, KvEvent, StoredBlocks};
+use super::batch::{AttentionKind, KvEvent, Medium, StoredBlocks};
 use crate::engines::caches::prefix_index::CacheChange;
 use crate::message::block_chain::{chain, root};
 use crate::metrics::kv_events::IgnoredEventReason;
@@ -19,12 +22,21 @@ const GROUPS_MAX: usize = 64;
 /// One engine's blocks.
 #[derive(Debug, Default)]
 pub(super) struct EngineBlocks {
-    /// From the engine's name to the router's.
-    names: HashMap<u64, u64>,
+    /// By the engine's names.
+    names: HashMap<u64, NamedBlock>,
     /// The kinds of the engine's cache groups, if the engine sends them. Two groups may use one name for a block.
     groups: HashMap<u64, AttentionKind>,
     /// The sequence number of the last message.
     last: Option<u64>,
+}
+
+/// A block of an engine.
+#[derive(Clone, Copy, Debug)]
+struct NamedBlock {
+    /// The router's name.
+    name: u64,
+    /// The media that have it, as bits of [`Medium`]; at least one.
+    media: u8,
 }
 
 /// The place of a message in the sequence.
@@ -46,6 +58,8 @@ pub(super) struct CacheUpdate {
     pub list: Vec<CacheChange>,
     /// The size of the stored blocks.
     pub block_size: Option<usize>,
+    /// The adapter of the stored blocks.
+    pub adapter: Option<Box<[u8]>>,
     /// Why the event, or a part of it, changes nothing.
     pub left_out: Option<IgnoredEventReason>,
 }
@@ -88,12 +102,12 @@ impl EngineBlocks {
     ) -> Result<(), IgnoredEventReason> {
         match event {
             KvEvent::Stored(stored) => self.store(stored, most, changes),
-            KvEvent::Removed { hashes, group } => {
+            KvEvent::Removed { hashes, group, medium } => {
                 if !self.is_full_attention(*group) {
                     return Err(IgnoredEventReason::Attention);
                 }
-                let names = hashes.iter().filter_map(|hash| self.names.remove(hash));
-                changes.list.extend(names.map(CacheChange::Removed));
+                let removed = hashes.iter().filter_map(|hash| self.remove(*hash, *medium));
+                changes.list.extend(removed.map(CacheChange::Removed));
                 Ok(())
             }
             KvEvent::Cleared => {
@@ -135,8 +149,8 @@ impl EngineBlocks {
         if stored.attention == Some(AttentionKind::Other) || !self.is_full_attention(stored.group) {
             return Err(IgnoredEventReason::Attention);
         }
-        if stored.has_extra_keys {
-            return Err(IgnoredEventReason::ExtraKeys);
+        if stored.medium != Medium::Device && stored.tokens.is_empty() {
+            return self.copy(&stored.hashes, stored.medium);
         }
         let size = stored.block_size;
         if !(1..=BLOCK_TOKENS_MAX).contains(&size)
@@ -144,30 +158,62 @@ impl EngineBlocks {
         {
             return Err(IgnoredEventReason::Malformed);
         }
+        let (keys, named) = stored.extra_keys.of_prompt(stored.hashes.len(), stored.parent.is_none());
         let parent = match stored.parent {
-            None => root(size),
-            Some(parent) => *self.names.get(&parent).ok_or(IgnoredEventReason::Parent)?,
+            _ if named == 0 && !stored.hashes.is_empty() => return Err(IgnoredEventReason::ExtraKeys),
+            None => root(size, keys),
+            Some(parent) => self.names.get(&parent).ok_or(IgnoredEventReason::Parent)?.name,
         };
         changes.block_size = Some(size);
-        for (&hash, name) in stored.hashes.iter().zip(chain(parent, &stored.tokens, size)) {
+        changes.adapter = keys.adapter.map(Into::into);
+        for (&hash, name) in stored.hashes[..named].iter().zip(chain(parent, &stored.tokens, size)) {
             if self.names.len() >= most && !self.names.contains_key(&hash) {
                 return Err(IgnoredEventReason::Bound);
             }
-            if let Some(other) = self.names.insert(hash, name).filter(|other| *other != name) {
+            let media = stored.medium as u8;
+            let block = self.names.entry(hash).or_insert(NamedBlock { name, media });
+            if block.name == name {
+                block.media |= media;
+            } else {
                 // The engine uses this name for other tokens now.
-                changes.list.push(CacheChange::Removed(other));
+                changes.list.push(CacheChange::Removed(block.name));
+                *block = NamedBlock { name, media };
             }
             changes.list.push(CacheChange::Added(name));
         }
-        Ok(())
+        if named < stored.hashes.len() { Err(IgnoredEventReason::ExtraKeys) } else { Ok(()) }
+    }
+
+    /// Blocks are on a further medium.
+    fn copy(&mut self, hashes: &[u64], medium: Medium) -> Result<(), IgnoredEventReason> {
+        let mut all = true;
+        for hash in hashes {
+            match self.names.get_mut(hash) {
+                Some(block) => block.media |= medium as u8,
+                None => all = false,
+            }
+        }
+        if all { Ok(()) } else { Err(IgnoredEventReason::Parent) }
+    }
+
+    /// A block is no longer on a medium. Returns the router's name of a block that is on none.
+    fn remove(&mut self, hash: u64, medium: Medium) -> Option<u64> {
+        let block = self.names.get_mut(&hash)?;
+        block.media &= !(medium as u8);
+        if block.media == 0 { self.names.remove(&hash).map(|block| block.name) } else { None }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engines::caches::kv_events::extra_keys::{ExtraKey, ExtraKeys};
     use crate::engines::caches::prefix_index::PrefixIndex;
-    use crate::message::block_chain::links;
+    use crate::message::block_chain::{self, BlockKeys};
+
+    fn links(tokens: &[u32], size: usize, most: usize) -> Vec<u64> {
+        block_chain::links(tokens, root(size, BlockKeys::default()), size, most)
+    }
 
     fn stored(hashes: &[u64], parent: Option<u64>, tokens: &[u32]) -> StoredBlocks {
         StoredBlocks {
@@ -184,7 +230,11 @@ mod tests {
     }
 
     fn removed(hashes: &[u64], group: Option<u64>) -> KvEvent {
-        KvEvent::Removed { hashes: hashes.to_vec(), group }
+        removed_from(Medium::Device, hashes, group)
+    }
+
+    fn removed_from(medium: Medium, hashes: &[u64], group: Option<u64>) -> KvEvent {
+        KvEvent::Removed { hashes: hashes.to_vec(), group, medium }
     }
 
     /// Two engines' blocks, and the index that they change.
@@ -267,12 +317,67 @@ mod tests {
     fn blocks_without_a_parent_or_with_a_wrong_length_are_ignored() {
         let mut fixture = BlockFixture::new();
         let zero = StoredBlocks { hashes: vec![1], ..StoredBlocks::default() };
-        let apart = StoredBlocks { has_extra_keys: true, ..stored(&[1], None, &[1, 2]) };
+        let image = ExtraKeys::of(None, vec![vec![ExtraKey::Other]]);
+        let apart = StoredBlocks { extra_keys: image, ..stored(&[1], None, &[1, 2]) };
         let events = [zero, apart, stored(&[1, 2], None, &[1, 2, 3]), stored(&[3], Some(1), &[3, 4])]
             .map(KvEvent::Stored);
         use IgnoredEventReason::{ExtraKeys, Malformed, Parent};
         assert_eq!(fixture.take(0, events.into()), [Malformed, ExtraKeys, Malformed, Parent]);
         assert_eq!(fixture.index.len(), 0);
+    }
+
+    #[test]
+    fn prompts_with_an_adapter_or_a_salt_have_blocks_of_their_own() {
+        let mut fixture = BlockFixture::new();
+        let text = |text: &str| ExtraKey::Text(text.as_bytes().into());
+        let tokens = [1, 2, 3, 4];
+        let of = |adapter: Option<&str>, first: Vec<ExtraKey>, second: Vec<ExtraKey>, hashes: &[u64]| {
+            KvEvent::Stored(StoredBlocks {
+                extra_keys: ExtraKeys::of(adapter, vec![first, second]),
+                ..stored(hashes, None, &tokens)
+            })
+        };
+        let both = vec![text("sql"), text("s")];
+        let events = vec![
+            of(None, vec![text("s")], vec![], &[1, 2]),
+            of(Some("sql"), both, vec![text("sql")], &[3, 4]),
+            KvEvent::Stored(stored(&[5], Some(4), &[5, 6])),
+        ];
+        assert_eq!(fixture.take(0, events), []);
+        let held = |adapter: Option<&str>, salt: Option<&str>| {
+            let keys = BlockKeys { adapter: adapter.map(str::as_bytes), salt: salt.map(str::as_bytes) };
+            let links = block_chain::links(&[1, 2, 3, 4, 5, 6], root(2, keys), 2, 9);
+            fixture.index.length(0, &links)
+        };
+        assert_eq!((held(None, Some("s")), held(Some("sql"), Some("s"))), (2, 3));
+        assert_eq!((held(None, None), held(Some("sql"), None), held(None, Some("t"))), (0, 0, 0));
+        // An image in the second block ends the part that counts.
+        let image = of(None, vec![], vec![ExtraKey::Other], &[7, 8]);
+        let behind = KvEvent::Stored(stored(&[9], Some(8), &[5, 6]));
+        use IgnoredEventReason::{ExtraKeys, Parent};
+        assert_eq!(fixture.take(1, vec![image, behind]), [ExtraKeys, Parent]);
+        assert_eq!(fixture.index.length(1, &links(&[1, 2, 3, 4], 2, 9)), 1);
+    }
+
+    #[test]
+    fn a_block_is_cached_while_some_medium_has_it() {
+        let mut fixture = BlockFixture::new();
+        let prompt = links(&[1, 2, 3, 4], 2, 9);
+        let copy = |hashes: &[u64]| {
+            KvEvent::Stored(StoredBlocks { medium: Medium::Host, ..stored(hashes, None, &[]) })
+        };
+        let first = KvEvent::Stored(stored(&[1, 2], None, &[1, 2, 3, 4]));
+        assert_eq!(fixture.take(0, vec![first, copy(&[1])]), []);
+        fixture.take(0, vec![removed(&[1, 2], None)]);
+        assert_eq!(fixture.index.length(0, &prompt), 1, "the first is on the host");
+        fixture.take(0, vec![removed_from(Medium::Host, &[1, 2], None)]);
+        assert_eq!((fixture.index.len(), fixture.of[0].count()), (0, 0));
+        // Without tokens an unknown block has no name.
+        assert_eq!(fixture.take(0, vec![copy(&[3])]), [IgnoredEventReason::Parent]);
+        // With tokens it has one, on any medium.
+        let on_disk = StoredBlocks { medium: Medium::Storage, ..stored(&[3], None, &[1, 2]) };
+        assert_eq!(fixture.take(0, vec![KvEvent::Stored(on_disk)]), []);
+        assert_eq!(fixture.index.length(0, &prompt), 1);
     }
 
     #[test]

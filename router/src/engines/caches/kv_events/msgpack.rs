@@ -42,9 +42,9 @@ impl<'a> MsgpackReader<'a> {
         self.bytes.is_empty()
     }
 
-    /// The unread bytes.
-    pub(super) fn left(&self) -> &'a [u8] {
-        self.bytes
+    /// The next item, which stays unread.
+    pub(super) fn peek(&self) -> Result<MsgpackItem<'a>, MsgpackError> {
+        Self { ..*self }.item()
     }
 
     fn take(&mut self, count: usize) -> Result<&'a [u8], MsgpackError> {

@@ -1,8 +1,9 @@
-//! One task per engine with KV events: it connects, reads messages, and reconnects after a pause.
+//! One task per publisher of KV events, which an engine has one of per data-parallel rank: the task connects, reads
+//! messages, and reconnects after a pause.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use socket2::{SockRef, TcpKeepalive};
@@ -13,13 +14,16 @@ use tokio::task::AbortHandle;
 use super::batch::{EventBatch, KvEvent};
 use super::blocks::{EngineBlocks, SequenceCheck};
 use super::msgpack::MsgpackError;
+use super::sources::{self, ReportedSource, SourceError};
 use super::zmtp::{PublisherConnection, ZmtpError};
 use crate::config::{EngineUrl, KvEventsConfig};
 use crate::engines::caches::KnownCaches;
-use crate::engines::http::Addresses;
-use crate::metrics::kv_events::SubscriptionStats;
+use crate::engines::http::{Addresses, Engine, EngineRequest};
+use crate::metrics::kv_events::{EngineSubscriptions, SubscriptionStats};
 
-/// Timeout of a connection with its handshake.
+/// Where an engine reports the publishers of its ranks.
+const SOURCES: &str = "/kv_event_sources";
+/// Timeout of a connection with its handshake, and of that report.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// TCP keepalive of a silent connection: idle time, interval and number of probes.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(30);
@@ -29,32 +33,62 @@ const KEEPALIVE_TRIES: u32 = 3;
 const PAUSE: Duration = Duration::from_millis(100);
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 
-/// A publisher, and the engine whose cache it reports.
-#[derive(Clone, Debug, PartialEq)]
+/// A publisher, and the cache that it reports.
+#[derive(Clone)]
 pub(crate) struct EventSource {
-    pub engine: u32,
-    /// `HOST:PORT`.
-    pub address: String,
+    /// The number of the cache; see [`Engine::cache_id`].
+    cache_id: u32,
+    /// `HOST:PORT`; without a configured port, the path at which the engine reports its publishers.
+    address: String,
     /// The engine's host, where the router connects.
     host: String,
-    pub config: KvEventsConfig,
+    rank: u16,
+    /// The port of this rank, if it is configured.
+    port: Option<u16>,
+    config: KvEventsConfig,
+    engine: Weak<Engine>,
+}
+
+impl PartialEq for EventSource {
+    fn eq(&self, other: &Self) -> bool {
+        let key = |source: &Self| (source.cache_id, source.rank, source.port);
+        key(self) == key(other) && self.host == other.host && self.config == other.config
+    }
 }
 
 impl EventSource {
-    pub(crate) fn new(url: &EngineUrl, engine: u32, config: &KvEventsConfig) -> Self {
-        let address = match config.bind {
-            Some(own) => SocketAddr::new(own, config.port).to_string(),
-            None if url.host().contains(':') => format!("[{}]:{}", url.host(), config.port),
-            None => format!("{}:{}", url.host(), config.port),
+    /// The publisher of an engine, or of one of its ranks. `url`: the engine's.
+    pub(crate) fn new(
+        url: &EngineUrl,
+        engine: &Arc<Engine>,
+        rank: Option<u16>,
+        config: &KvEventsConfig,
+    ) -> Self {
+        let number = rank.unwrap_or_default();
+        // A port beyond the last one is a configuration error.
+        let port = config.port.map(|port| port.saturating_add(number));
+        let address = match (port, config.bind) {
+            (Some(port), Some(own)) => SocketAddr::new(own, port).to_string(),
+            (Some(port), None) => format!("{}:{port}", url.bracketed_host()),
+            (None, _) => format!("{}{SOURCES}#{number}", url.authority()),
         };
-        Self { engine, address, host: url.host().to_owned(), config: config.clone() }
+        Self {
+            cache_id: engine.cache_id(rank),
+            address,
+            host: url.host().to_owned(),
+            rank: number,
+            port,
+            config: config.clone(),
+            engine: Arc::downgrade(engine),
+        }
     }
 }
 
 /// All subscriptions.
 #[derive(Default)]
 pub(crate) struct Subscriptions {
-    tasks: Mutex<HashMap<u32, Subscription>>,
+    /// By the numbers of the caches, so that those of an engine's ranks are adjacent.
+    tasks: Mutex<BTreeMap<u32, Subscription>>,
 }
 
 struct Subscription {
@@ -89,19 +123,19 @@ impl Subscriptions {
     /// Replaces the sources. Subscriptions with unchanged sources continue.
     pub(crate) fn set(&self, sources: Vec<EventSource>, known_caches: &Arc<KnownCaches>, runtime: &Handle) {
         let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
-        let sources: HashMap<u32, EventSource> = sources.into_iter().map(|s| (s.engine, s)).collect();
-        tasks.retain(|engine, subscription| {
-            let stays = sources.get(engine) == Some(&subscription.source);
+        let sources: HashMap<u32, EventSource> = sources.into_iter().map(|s| (s.cache_id, s)).collect();
+        tasks.retain(|cache_id, subscription| {
+            let stays = sources.get(cache_id) == Some(&subscription.source);
             if !stays {
-                // Reports of this engine are no longer updated. A batch that is being applied changes nothing from
+                // Reports of this cache are no longer updated. A batch that is being applied changes nothing from
                 // now on.
                 subscription.stats.end();
-                known_caches.forget_reported(*engine);
+                known_caches.forget_reported(*cache_id);
             }
             stays
         });
-        for (engine, source) in sources {
-            tasks.entry(engine).or_insert_with(|| {
+        for (cache_id, source) in sources {
+            tasks.entry(cache_id).or_insert_with(|| {
                 let stats = Arc::<SubscriptionStats>::default();
                 let listening = listen(source.clone(), Arc::clone(known_caches), Arc::clone(&stats));
                 Subscription { source, stats, task: runtime.spawn(listening).abort_handle() }
@@ -110,18 +144,19 @@ impl Subscriptions {
     }
 
     /// Where an engine publishes, with the statistics; `None` without a subscription.
-    pub(crate) fn of(&self, engine: u32) -> Option<(String, Arc<SubscriptionStats>)> {
+    pub(crate) fn of(&self, engine: &Engine) -> Option<EngineSubscriptions> {
         let tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
-        tasks
-            .get(&engine)
-            .map(|subscription| (subscription.source.address.clone(), Arc::clone(&subscription.stats)))
+        let of_ranks = tasks
+            .range(engine.all_cache_ids())
+            .map(|(_, subscription)| (subscription.source.address.clone(), Arc::clone(&subscription.stats)));
+        EngineSubscriptions::new(of_ranks.collect())
     }
 }
 
 /// Runs one subscription, without end.
 async fn listen(source: EventSource, known_caches: Arc<KnownCaches>, stats: Arc<SubscriptionStats>) {
-    let addresses = Addresses::new(&source.host, source.config.port);
-    let mut listener = Subscriber { source, addresses, known_caches, stats, blocks: EngineBlocks::default() };
+    let mut listener =
+        Subscriber { source, publisher: None, known_caches, stats, blocks: EngineBlocks::default() };
     let mut pause = PAUSE;
     // A failure is logged once, until a message has arrived again.
     let mut failing = false;
@@ -157,7 +192,8 @@ async fn listen(source: EventSource, known_caches: Arc<KnownCaches>, stats: Arc<
 /// One running subscription.
 struct Subscriber {
     source: EventSource,
-    addresses: Addresses,
+    /// The last publisher, by port, with its resolved address.
+    publisher: Option<(u16, Addresses)>,
     known_caches: Arc<KnownCaches>,
     stats: Arc<SubscriptionStats>,
     blocks: EngineBlocks,
@@ -166,9 +202,18 @@ struct Subscriber {
 impl Subscriber {
     /// Connects to a publisher and follows it. Returns the number of messages.
     async fn connect(&mut self) -> Result<u64, ZmtpError> {
+        let configured = |port| ReportedSource { port, topic: self.source.config.topic.clone() };
+        let ReportedSource { port, topic } = match self.source.port {
+            Some(port) => configured(port),
+            None => self.reported_source().await?,
+        };
+        if self.publisher.as_ref().is_none_or(|(known, _)| *known != port) {
+            self.publisher = Some((port, Addresses::new(&self.source.host, port)));
+        }
         let dial = async {
+            let (_, addresses) = self.publisher.as_ref().expect("set above");
             // While the resolver fails, the last good address stays in use.
-            let addresses = self.addresses.get().await;
+            let addresses = addresses.get().await;
             let addresses =
                 addresses.map_err(|error| std::io::Error::new(error.kind(), error.to_string()))?;
             TcpStream::connect(&*addresses).await
@@ -176,8 +221,20 @@ impl Subscriber {
         let Ok(stream) = tokio::time::timeout(CONNECT_TIMEOUT, dial).await else {
             return Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into());
         };
-        let mut publisher = shake_hands(stream?, &self.source).await?;
+        let mut publisher = shake_hands(stream?, &topic).await?;
         self.follow(&mut publisher).await
+    }
+
+    /// The publisher that the engine reports, with the configured topic if there is one.
+    async fn reported_source(&self) -> Result<ReportedSource, SourceError> {
+        let engine = self.source.engine.upgrade().ok_or(SourceError::Unreported)?;
+        let request = EngineRequest::get(SOURCES);
+        let reply = async { engine.call(&request, |_| {}).await?.read_whole(sources::REPLY_BYTES_MAX).await };
+        let reply = tokio::time::timeout(CONNECT_TIMEOUT, reply).await.ok().and_then(Result::ok);
+        let reply = reply.filter(|reply| reply.status.is_success()).ok_or(SourceError::Unreported)?;
+        let reported = sources::read(&reply.body, self.source.rank, &self.source.host)?;
+        let own = &self.source.config.topic;
+        Ok(if own.is_empty() { reported } else { ReportedSource { topic: own.clone(), ..reported } })
     }
 
     /// Follows the publisher with the newest handshake: a restarted engine replaces its old connection before that
@@ -234,7 +291,7 @@ impl Subscriber {
     /// Applies one event; `Err`: the rest of the message is unreadable.
     fn apply(&mut self, event: Result<KvEvent, MsgpackError>, most: usize) {
         let Ok(event) = event else { return self.forget() };
-        let engine = self.source.engine;
+        let engine = self.source.cache_id;
         let changes = self.blocks.take(&event, most);
         if changes.forget {
             self.known_caches.forget_blocks(engine);
@@ -244,6 +301,9 @@ impl Subscriber {
             && !self.stats.has_ended()
         {
             self.known_caches.set_block_size(engine, size);
+        }
+        if let Some(adapter) = changes.adapter {
+            self.known_caches.add_adapter(&adapter);
         }
         if let Some(reason) = changes.left_out
             && self.stats.count_ignored(reason)
@@ -267,14 +327,14 @@ impl Subscriber {
     fn forget(&mut self) {
         self.stats.count_gap();
         self.blocks.forget();
-        self.known_caches.forget_blocks(self.source.engine);
+        self.known_caches.forget_blocks(self.source.cache_id);
     }
 }
 
 async fn next_publisher(listener: &TcpListener, source: &EventSource) -> PublisherConnection<TcpStream> {
     loop {
         let shaken = match listener.accept().await {
-            Ok((stream, _)) => shake_hands(stream, source).await,
+            Ok((stream, _)) => shake_hands(stream, &source.config.topic).await,
             Err(error) => {
                 // Usually the process is out of file descriptors.
                 tokio::time::sleep(PAUSE).await;
@@ -291,16 +351,13 @@ async fn next_publisher(listener: &TcpListener, source: &EventSource) -> Publish
     }
 }
 
-async fn shake_hands(
-    stream: TcpStream,
-    source: &EventSource,
-) -> Result<PublisherConnection<TcpStream>, ZmtpError> {
+async fn shake_hands(stream: TcpStream, topic: &str) -> Result<PublisherConnection<TcpStream>, ZmtpError> {
     // A publisher may be silent for hours, so silence alone shows nothing. A host that is gone does not answer
     // keepalives.
     let keepalive = TcpKeepalive::new().with_time(KEEPALIVE_IDLE).with_interval(KEEPALIVE_EVERY);
     stream.set_nodelay(true)?;
     SockRef::from(&stream).set_tcp_keepalive(&keepalive.with_retries(KEEPALIVE_TRIES))?;
-    let handshake = PublisherConnection::subscribe(stream, source.config.topic.as_bytes());
+    let handshake = PublisherConnection::subscribe(stream, topic.as_bytes());
     match tokio::time::timeout(CONNECT_TIMEOUT, handshake).await {
         Ok(publisher) => publisher,
         Err(_elapsed) => Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into()),

@@ -29,6 +29,9 @@ pub(super) enum ZmtpError {
     /// The peer is no publisher.
     #[error("the peer is not a PUB socket")]
     NotAPublisher,
+    /// The engine names no publisher.
+    #[error(transparent)]
+    Source(#[from] super::sources::SourceError),
     /// A message is larger than any event.
     #[error("a frame of {0} bytes or a message of too many frames")]
     TooLarge(u64),

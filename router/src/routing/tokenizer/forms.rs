@@ -1,0 +1,187 @@
+//! How an engine is asked for the token ids of a prompt, and what its answers show. Pure.
+//!
+//! | prompt | forms, the best first |
+//! |---|---|
+//! | chat | `/v1/chat/completions/render`, `/tokenize` |
+//! | text | `/tokenize` |
+//! | Messages | `/v1/messages/render`, `/tokenize` with the chat that they are translated to |
+//! | Responses | `/v1/responses/render` |
+//!
+//! vLLM answers 403 at a render path without `--enable-scale-out`, and its Rust front end 501. A missing form is tried
+//! again after a minute, because another version may start at the same address. After several failures in a row an engine
+//! is not asked for a while, which doubles with each further failure.
+
+use std::time::{Duration, Instant};
+
+/// How long a form counts as missing.
+const RECHECK_INTERVAL: Duration = Duration::from_secs(60);
+/// Failures in a row after which an engine is not asked, and for how long.
+const FAILURES_MAX: u32 = 3;
+const PAUSE: Duration = Duration::from_secs(1);
+/// The longest pause is 64 times [`PAUSE`].
+const DOUBLINGS_MAX: u32 = 6;
+
+/// The kind of a prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PromptKind {
+    Chat,
+    Text,
+    Messages,
+    Responses,
+}
+
+/// A request for token ids.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum TokenForm {
+    RenderChat,
+    RenderMessages,
+    RenderResponses,
+    TokenizeChat,
+    TokenizeText,
+    TokenizeMessages,
+}
+
+impl PromptKind {
+    fn forms(self) -> &'static [TokenForm] {
+        match self {
+            Self::Chat => &[TokenForm::RenderChat, TokenForm::TokenizeChat],
+            Self::Text => &[TokenForm::TokenizeText],
+            Self::Messages => &[TokenForm::RenderMessages, TokenForm::TokenizeMessages],
+            Self::Responses => &[TokenForm::RenderResponses],
+        }
+    }
+}
+
+impl TokenForm {
+    const COUNT: usize = 6;
+
+    pub(super) fn path(self) -> &'static str {
+        match self {
+            Self::RenderChat => "/v1/chat/completions/render",
+            Self::RenderMessages => "/v1/messages/render",
+            Self::RenderResponses => "/v1/responses/render",
+            Self::TokenizeChat | Self::TokenizeText | Self::TokenizeMessages => "/tokenize",
+        }
+    }
+
+    /// Whether the engine renders the request itself, so that the ids are those of the request.
+    pub(super) fn renders(self) -> bool {
+        matches!(self, Self::RenderChat | Self::RenderMessages | Self::RenderResponses)
+    }
+}
+
+/// What an engine's answer shows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum FormOutcome {
+    Answered,
+    /// The engine lacks the form.
+    Missing,
+    /// The request is at fault.
+    Refused,
+    /// The engine failed, sent nonsense, or was late.
+    Failed,
+}
+
+impl FormOutcome {
+    /// The outcome of an answer that is not 2xx.
+    pub(super) fn of_status(status: u16) -> Self {
+        match status {
+            403 | 404 | 405 | 501 => Self::Missing,
+            // A full engine is asked later.
+            408 | 429 | 500.. => Self::Failed,
+            _ => Self::Refused,
+        }
+    }
+}
+
+/// Why an engine is not asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum NoForm {
+    Missing,
+    Paused,
+}
+
+/// What is known of one engine.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct EngineForms {
+    /// Until when each form counts as missing.
+    missing: [Option<Instant>; TokenForm::COUNT],
+    /// Failures in a row.
+    failures: u32,
+    paused_until: Option<Instant>,
+}
+
+impl EngineForms {
+    /// The best form that the engine may have.
+    pub(super) fn best(&self, kind: PromptKind, now: Instant) -> Result<TokenForm, NoForm> {
+        if self.paused_until.is_some_and(|until| now < until) {
+            return Err(NoForm::Paused);
+        }
+        let is_missing = |form: TokenForm| self.missing[form as usize].is_some_and(|until| now < until);
+        kind.forms().iter().copied().find(|form| !is_missing(*form)).ok_or(NoForm::Missing)
+    }
+
+    /// Applies what an answer shows.
+    pub(super) fn record(&mut self, form: TokenForm, outcome: FormOutcome, now: Instant) {
+        match outcome {
+            FormOutcome::Missing => self.missing[form as usize] = now.checked_add(RECHECK_INTERVAL),
+            FormOutcome::Answered => {
+                self.missing[form as usize] = None;
+                (self.failures, self.paused_until) = (0, None);
+            }
+            FormOutcome::Refused => {}
+            FormOutcome::Failed => {
+                self.failures = self.failures.saturating_add(1);
+                if let Some(further) = self.failures.checked_sub(FAILURES_MAX) {
+                    self.paused_until = now.checked_add(PAUSE * (1 << further.min(DOUBLINGS_MAX)));
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_next_form_is_used_while_a_better_one_is_missing() {
+        let (mut engine, now) = (EngineForms::default(), Instant::now());
+        assert_eq!(engine.best(PromptKind::Chat, now), Ok(TokenForm::RenderChat));
+        for status in [403, 404, 405, 501] {
+            assert_eq!(FormOutcome::of_status(status), FormOutcome::Missing);
+        }
+        engine.record(TokenForm::RenderChat, FormOutcome::Missing, now);
+        assert_eq!(engine.best(PromptKind::Chat, now), Ok(TokenForm::TokenizeChat));
+        engine.record(TokenForm::TokenizeChat, FormOutcome::Missing, now);
+        assert_eq!(engine.best(PromptKind::Chat, now), Err(NoForm::Missing));
+        assert_eq!(engine.best(PromptKind::Text, now), Ok(TokenForm::TokenizeText), "a form of its own");
+        assert_eq!(engine.best(PromptKind::Messages, now), Ok(TokenForm::RenderMessages));
+        let later = now + RECHECK_INTERVAL;
+        assert_eq!(engine.best(PromptKind::Chat, later), Ok(TokenForm::RenderChat), "tried again");
+    }
+
+    #[test]
+    fn an_engine_that_fails_repeatedly_is_not_asked_for_a_while() {
+        let (mut engine, mut now) = (EngineForms::default(), Instant::now());
+        let form = TokenForm::TokenizeText;
+        let is_asked = |engine: &EngineForms, now| engine.best(PromptKind::Text, now).is_ok();
+        for _ in 1..FAILURES_MAX {
+            engine.record(form, FormOutcome::Failed, now);
+            assert!(is_asked(&engine, now));
+        }
+        // Refusals show nothing.
+        engine.record(form, FormOutcome::of_status(400), now);
+        for doubling in 0..10 {
+            engine.record(form, FormOutcome::Failed, now);
+            let pause = PAUSE * (1 << doubling.min(DOUBLINGS_MAX));
+            assert_eq!(engine.best(PromptKind::Text, now), Err(NoForm::Paused));
+            assert!(!is_asked(&engine, now + pause - Duration::from_millis(1)));
+            now += pause;
+            assert!(is_asked(&engine, now));
+        }
+        engine.record(form, FormOutcome::Answered, now);
+        engine.record(form, FormOutcome::of_status(503), now);
+        assert!(is_asked(&engine, now), "an answer ends the row");
+    }
+}
