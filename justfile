@@ -41,9 +41,9 @@ bench-transfer:
 bench-router:
     cargo run --release -- bench router
 
-# the official OpenAI client against `baton up`; skips loudly without Python
-clients:
-    tests/clients/run.sh
+# OpenAI's, Anthropic's and six more clients against `baton up`; --install fetches their packages, skips loudly without
+clients *OPTIONS:
+    tests/clients/run.sh {{OPTIONS}}
 
 # NIXL's real library from PyPI: transfers, aborts, stale reads, kill -9, SIGSTOP, oversize; skips loudly without PyPI
 nixl *ROUNDS:

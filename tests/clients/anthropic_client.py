@@ -7,7 +7,7 @@ Prints one line for each thing it did; exits with 1 if any of them failed. See R
 import asyncio
 import sys
 
-from suite import FACTS, aborted, check, everything_home, expect, main  # noqa: I001  (it sets the proxy variables)
+from suite import FACTS, Skip, cancels, check, everything_home, expect, main  # noqa: I001  (it sets the proxy variables)
 
 import anthropic
 
@@ -15,10 +15,10 @@ TOOL = {"name": "find", "description": "Finds a thing.", "input_schema": {"type"
 
 
 class Context:
-    """A client, its model, and the known engines."""
+    """A client and its model."""
 
-    def __init__(self, url, engines, built_in):
-        self.url, self.engines, self.built_in = url, engines, built_in
+    def __init__(self, place):
+        self.place, url = place, place.url
         options = {"base_url": url, "api_key": "not-needed", "max_retries": 0, "timeout": 120}
         self.options = options
         self.client = anthropic.Anthropic(**options)
@@ -55,7 +55,7 @@ def message(ctx):
     expect(reply.stop_reason in ("end_turn", "max_tokens"), reply.stop_reason)
     expect(reply.usage.input_tokens > 0 and reply.usage.output_tokens > 0, f"usage: {reply.usage}")
     text = reply.content[0].text
-    if ctx.built_in:
+    if ctx.place.built_in:
         expect(text == "The red box holds a key.", f"the fact of the prompt: {text!r}")
     return f"{text!r}, {reply.usage.input_tokens}+{reply.usage.output_tokens} tokens, {reply._request_id}"
 
@@ -108,6 +108,26 @@ def conversation(ctx):
     return f"{reply.content}, {reply.stop_reason}"
 
 
+@check("a tool: its call, whole and streamed, and its result")
+def tools(ctx):
+    client = anthropic.Anthropic(base_url=ctx.place.scripted_or_skip(), api_key="x", max_retries=0)
+    messages = [{"role": "user", "content": FACTS}]
+    options = {"model": "scripted", "max_tokens": 24, "messages": messages, "tools": [TOOL]}
+    reply = client.messages.create(**options)
+    call = reply.content[0]
+    wanted = ("tool_use", "find", {"what": "box"})
+    expect((call.type, call.name, call.input) == wanted and reply.stop_reason == "tool_use", f"{reply}")
+    with client.messages.stream(**options) as stream:
+        final = stream.get_final_message()
+    call = final.content[0]
+    expect((call.type, call.name, call.input) == wanted and final.stop_reason == "tool_use", f"streamed: {final}")
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "a key"}
+    messages += [{"role": "assistant", "content": final.content}, {"role": "user", "content": [result]}]
+    text = client.messages.create(**options).content[0].text
+    expect(text == "The red box holds a key.", text)
+    return f"{call.name}({call.input})"
+
+
 @check("messages.count_tokens")
 def count(ctx):
     messages = [{"role": "user", "content": FACTS}]
@@ -122,15 +142,13 @@ def count(ctx):
 def cancelled(ctx):
     # The built-in model repeats it up to `max_tokens`.
     messages = [{"role": "user", "content": "x " * 50}]
-    before = aborted(ctx)
-    for _ in range(3):
+
+    def leave():
         with ctx.client.messages.stream(**ctx.request(max_tokens=1500, messages=messages)) as stream:
             seen = [event.type for event, _ in zip(stream, range(5))]
             expect("message_stop" not in seen, "midway")
-    home = everything_home(ctx)
-    is_known = ctx.engines and ctx.built_in
-    expect(not is_known or aborted(ctx) == before + 3, f"{aborted(ctx) - before} of 3 were aborted in the engine")
-    return "3 times after 5 events; " + home
+
+    return "after 5 events, " + cancels(ctx, 3, leave)
 
 
 @check("16 calls at once with the asynchronous client")
@@ -157,8 +175,8 @@ def errors(ctx):
 def image(ctx):
     source = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
     call = lambda: ctx.message(messages=[{"role": "user", "content": [{"type": "image", "source": source}]}])  # noqa: E731
-    if not ctx.built_in:
-        return "not run: the model may read images"
+    if not ctx.place.built_in:
+        raise Skip("the model may read images")
     return raises(anthropic.BadRequestError, 400, call)
 
 
@@ -169,4 +187,4 @@ def afterwards(ctx):
 
 
 if __name__ == "__main__":
-    sys.exit(main(anthropic, __doc__, Context))
+    sys.exit(main(f"anthropic {anthropic.__version__}", __doc__, Context))

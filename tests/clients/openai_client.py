@@ -10,16 +10,16 @@ import re
 import sys
 import urllib.request
 
-from suite import FACTS, aborted, check, everything_home, expect, main  # noqa: I001  (it sets the proxy variables)
+from suite import FACTS, cancels, check, everything_home, expect, main  # noqa: I001  (it sets the proxy variables)
 
 import openai
 
 
 class Context:
-    """A client, its model, and the known engines."""
+    """A client and its model."""
 
-    def __init__(self, url, engines, built_in):
-        self.url, self.engines, self.built_in = url, engines, built_in
+    def __init__(self, place):
+        self.place, url = place, place.url
         self.client = openai.OpenAI(base_url=url + "/v1", api_key="not-needed", max_retries=0, timeout=120)
         self.card = self.client.models.list().data[0]
         self.model = self.card.id
@@ -71,7 +71,7 @@ def prompts(ctx):
     expect([choice.index for choice in both] == [0, 1], "an index each")
     expect([choice.text for choice in both] == [one, two], "each prompt as if it were alone")
     body = json.dumps({"model": ctx.model, "prompt": "One two three"}).encode()
-    request = urllib.request.Request(ctx.url + "/tokenize", body, {"content-type": "application/json"})
+    request = urllib.request.Request(ctx.place.url + "/tokenize", body, {"content-type": "application/json"})
     tokens = json.load(urllib.request.urlopen(request, timeout=30))["tokens"]
     expect(ctx.complete(prompt=tokens).choices[0].text == one, "token ids say what their text says")
     return f"{len(tokens)} token ids say what their text says"
@@ -82,7 +82,7 @@ def chat(ctx):
     reply = ctx.chat()
     message = reply.choices[0].message
     expect(reply.object == "chat.completion" and message.role == "assistant" and message.content, "a message")
-    if ctx.built_in:
+    if ctx.place.built_in:
         expect(message.content == "The red box holds a key.", f"the fact of the prompt: {message.content!r}")
     return repr(message.content)
 
@@ -115,14 +115,13 @@ def streamed_completion(ctx):
 @check("a stream that is cancelled midway")
 def cancelled(ctx):
     length = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}}
-    before = aborted(ctx)
-    for _ in range(3):
+
+    def leave():
         with ctx.complete(stream=True, **length) as stream:
             seen = [next(stream) for _ in range(3)]
             expect(all(choice.finish_reason is None for chunk in seen for choice in chunk.choices), "midway")
-    home = everything_home(ctx)
-    expect(not ctx.engines or aborted(ctx) == before + 3, f"{aborted(ctx) - before} of 3 were aborted in the engine")
-    return "3 times after 3 of 1500 tokens; " + home
+
+    return "after 3 of 1500 tokens, " + cancels(ctx, 3, leave)
 
 
 @check("n=2, and the same seed twice")
@@ -174,7 +173,7 @@ def conversation(ctx):
 @check("16 calls at once with the asynchronous client")
 def concurrent(ctx):
     async def all_of_them():
-        options = {"base_url": ctx.url + "/v1", "api_key": "x", "max_retries": 0, "timeout": 120}
+        options = {"base_url": ctx.place.url + "/v1", "api_key": "x", "max_retries": 0, "timeout": 120}
         async with openai.AsyncOpenAI(**options) as client:
             ask = client.completions.create
             options = {"model": ctx.model, "max_tokens": 16, "temperature": 0}
@@ -215,6 +214,52 @@ def unknown_path(ctx):
     return raises(openai.NotFoundError, 404, lambda: ctx.client.embeddings.create(model=ctx.model, input="x"))
 
 
+def tool_calls(client, **options):
+    """The calls of a streamed chat, put together."""
+    name, arguments, finish = None, "", None
+    for chunk in client.chat.completions.create(stream=True, **options):
+        for choice in chunk.choices:
+            finish = choice.finish_reason or finish
+            for call in choice.delta.tool_calls or []:
+                name, arguments = call.function.name or name, arguments + (call.function.arguments or "")
+    return name, json.loads(arguments), finish
+
+
+@check("a tool: its call, whole and streamed, and its result")
+def tools(ctx):
+    client = openai.OpenAI(base_url=ctx.place.scripted_or_skip() + "/v1", api_key="x", max_retries=0)
+    messages = [{"role": "user", "content": FACTS}]
+    tool = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
+    options = {"model": "scripted", "messages": messages, "tools": [tool]}
+    choice = client.chat.completions.create(**options).choices[0]
+    call = choice.message.tool_calls[0]
+    wanted = ("find", {"what": "box"}, "tool_calls")
+    found = (call.function.name, json.loads(call.function.arguments), choice.finish_reason)
+    expect(found == wanted, f"{found} instead of {wanted}")
+    found = tool_calls(client, **options)
+    expect(found == wanted, f"streamed: {found} instead of {wanted}")
+    messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "a key"}]
+    text = client.chat.completions.create(**options).choices[0].message.content
+    expect(text == "The red box holds a key.", text)
+    return f"{call.function.name}({call.function.arguments})"
+
+
+@check("responses.create, whole and streamed, and a tool's call")
+def responses(ctx):
+    raises(openai.NotFoundError, 404, lambda: ctx.client.responses.create(model=ctx.model, input="x"), "unsupported_endpoint")
+    client = openai.OpenAI(base_url=ctx.place.scripted_or_skip() + "/v1", api_key="x", max_retries=0)
+    reply = client.responses.create(model="scripted", input=FACTS)
+    expect(reply.output_text == "The red box holds a key." and reply.usage.output_tokens == 3, f"{reply}")
+    with client.responses.stream(model="scripted", input=FACTS) as stream:
+        pieces = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        expect("".join(pieces) == reply.output_text, pieces)
+        expect(stream.get_final_response().usage == reply.usage, "the same usage")
+    tool = {"type": "function", "name": "find", "parameters": {"type": "object", "properties": {}}, "strict": False}
+    call = client.responses.create(model="scripted", input=FACTS, tools=[tool]).output[0]
+    expect((call.type, call.name, json.loads(call.arguments)) == ("function_call", "find", {"what": "box"}), f"{call}")
+    return f"{len(pieces)} pieces; the built-in model's engines have no /v1/responses: 404 unsupported_endpoint"
+
+
 @check("the same client goes on after all that")
 def afterwards(ctx):
     expect(ctx.chat().choices[0].message.content == ctx.chat().choices[0].message.content, "the same answer")
@@ -222,4 +267,4 @@ def afterwards(ctx):
 
 
 if __name__ == "__main__":
-    sys.exit(main(openai, __doc__, Context))
+    sys.exit(main(f"openai {openai.__version__}", __doc__, Context))

@@ -1,6 +1,11 @@
-"""What the suites of all clients share: checks, `baton up` as a child, and the state of its engines."""
+"""What the suites of all clients share: checks, `baton up` as a child, and the state of its engines and its router.
+
+A check prints one line: `pass`, `FAIL`, or `skip` with the reason.
+"""
 
 import argparse
+import asyncio
+import contextlib
 import json
 import os
 import re
@@ -11,6 +16,8 @@ import tempfile
 import time
 import traceback
 import urllib.request
+
+import scripted
 
 # Clients read the proxy settings when they are imported.
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
@@ -39,9 +46,25 @@ def expect(condition, what):
         raise AssertionError(what)
 
 
+class Skip(Exception):
+    """The check was not done. The text is the reason."""
+
+
+class Place:
+    """Where the client goes: a router, what is known of it, and one in front of a scripted engine."""
+
+    def __init__(self, url, engines, admin=None, built_in=False, scripted=None):
+        self.url, self.engines, self.admin, self.built_in, self.scripted = url, engines, admin, built_in, scripted
+
+    def scripted_or_skip(self):
+        if not self.scripted:
+            raise Skip("only with `baton up`: the scripted engine is not behind this router")
+        return self.scripted
+
+
 def aborted(ctx):
     """Sequences that the engines have aborted so far."""
-    return sum(metric(engine, 'vllm:request_success_total{[^}]*finished_reason="abort"') for engine in ctx.engines)
+    return sum(metric(engine, 'vllm:request_success_total{[^}]*finished_reason="abort"') for engine in ctx.place.engines)
 
 
 def metric(engine, pattern):
@@ -50,11 +73,17 @@ def metric(engine, pattern):
 
 
 def everything_home(ctx):
-    """Waits until no engine holds or leases a block. No lease may have expired."""
-    if not ctx.engines:
-        return "engines not given, blocks not looked at"
+    """Waits until no engine holds or leases a block, and the router has no request. No lease may have expired."""
     deadline = time.monotonic() + HOME_S
-    for engine in ctx.engines:
+    place = ctx.place
+    while place.admin:
+        names = ("baton_router_requests_in_flight", "baton_router_settlements_in_flight")
+        in_flight = [metric(place.admin, name) for name in names]
+        if not any(in_flight):
+            break
+        expect(time.monotonic() < deadline, f"the router has {in_flight} in flight after {HOME_S} s")
+        time.sleep(0.02)
+    for engine in place.engines:
         while True:
             kv = json.load(urllib.request.urlopen(engine + "/debug/kv", timeout=10))
             blocks = kv["blocks"]
@@ -64,7 +93,32 @@ def everything_home(ctx):
             expect(time.monotonic() < deadline, f"{engine} is not home after {HOME_S} s: {kv}")
             time.sleep(0.02)
         expect(metric(engine, "vllm:nixl_num_kv_expired_reqs") == 0, f"leases have expired at {engine}")
-    return f"every block of {len(ctx.engines)} engines is home"
+    router = "nothing in flight at the router" if place.admin else "the router's admin address is not known"
+    engines = f"every block of {len(place.engines)} engines is home" if place.engines else "engines are not known"
+    return f"{router}, {engines}"
+
+
+def cancels(ctx, count, call):
+    """Leaves `count` streams midway. Each must be aborted in the decode engine, and nothing remains."""
+    before = aborted(ctx)
+    for _ in range(count):
+        call()
+        home = everything_home(ctx)
+    known = ctx.place.engines and ctx.place.built_in
+    expect(not known or aborted(ctx) == before + count, f"{aborted(ctx) - before} of {count} were aborted in the engine")
+    return f"{count} times; {home}"
+
+
+async def cancels_a_call(ctx, call):
+    """Cancels the task of a call while the decode engine, which is the last, works on it."""
+    task = asyncio.create_task(call())
+    deadline = time.monotonic() + HOME_S
+    look = lambda: json.load(urllib.request.urlopen(ctx.place.engines[-1] + "/debug/kv", timeout=10))  # noqa: E731
+    while ctx.place.engines and not (await asyncio.to_thread(look))["requests"]["running"]:
+        expect(not task.done() and time.monotonic() < deadline, f"the call did not reach the engine in time: {task}")
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    expect(task.cancelled(), f"the call ended before it was cancelled: {task}")
 
 
 class Up:
@@ -75,14 +129,14 @@ class Up:
         command = [binary, "up", "--listen", "127.0.0.1:0"]
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
 
-    def addresses(self):
+    def place(self):
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             text = self.output()
             up = re.search(r"Baton is up .*?(http://[\d.]+:\d+)/v1", text)
-            engines = re.search(r"Engines: prefill (http://\S+), decode (http://\S+)", text)
-            if up and engines:
-                return up.group(1), list(engines.groups())
+            found = re.search(r"Engines: prefill (http://\S+), decode (http://\S+) .*Router metrics: (\S+)/metrics", text)
+            if up and found:
+                return Place(up.group(1), [found.group(1), found.group(2)], admin=found.group(3), built_in=True)
             expect(self.process.poll() is None, f"`baton up` has ended:\n{text}")
             time.sleep(0.05)
         raise AssertionError(f"`baton up` is not up after {START_S} s:\n{self.output()}")
@@ -100,41 +154,58 @@ class Up:
             return f"no end within 60 s:\n{self.output()}"
 
 
-def run_all(context, url, engines, built_in):
-    ctx = context(url, engines, built_in)
-    failed = 0
+def run_all(context, place):
+    ctx = context(place)
+    failed, skipped = 0, 0
     for title, function in CHECKS:
         started = time.monotonic()
         try:
             found = function(ctx)
-            print(f"ok      {title} ({time.monotonic() - started:.2f} s): {found}", flush=True)
+            print(f"pass  {title} ({time.monotonic() - started:.2f} s): {found}", flush=True)
+        except Skip as reason:
+            skipped += 1
+            print(f"skip  {title}: {reason}", flush=True)
         except Exception as error:  # one failure does not hide the others
             failed += 1
-            print(f"FAILED  {title}: {error}", flush=True)
+            print(f"FAIL  {title}: {error}", flush=True)
             if not isinstance(error, AssertionError):
                 traceback.print_exc()
-    return failed
+    return failed, skipped
 
 
-def main(package, description, context):
-    """Runs all checks. `context` makes their argument of a URL, the engines' URLs, and whether the model is built in."""
+@contextlib.contextmanager
+def everything_up(binary):
+    """`baton up`, and a second router in front of a scripted pair."""
+    up = Up(binary)
+    try:
+        place = up.place()
+        with scripted.behind_a_router(binary) as place.scripted:
+            yield place
+    finally:
+        status = up.stop()
+        print(f"{'pass' if status == 0 else 'FAIL'}  `baton up` ended after SIGINT: {status}")
+    expect(status == 0, "`baton up` ended with an error")
+
+
+def main(title, description, context):
+    """Runs all checks. `context` makes their argument of a `Place`."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--url", help="a running router; by default `baton up` is started ($BATON_BIN)")
+    parser.add_argument("--admin", help="its admin address, as http://HOST:PORT")
     parser.add_argument("--engine", action="append", default=[], help="an engine behind it; may be repeated")
     options = parser.parse_args()
-    print(f"{package.__name__} {package.__version__}, Python {sys.version.split()[0]}")
+    print(f"{title}, Python {sys.version.split()[0]}")
     if options.url:
-        failed = run_all(context, options.url.rstrip("/"), options.engine, built_in=False)
+        failed, skipped = run_all(context, Place(options.url.rstrip("/"), options.engine, options.admin))
     else:
         binary = os.environ.get("BATON_BIN")
         if not binary:
             parser.error("give --url, or the binary in BATON_BIN (cargo build --release)")
-        up = Up(binary)
         try:
-            failed = run_all(context, *up.addresses(), built_in=True)
-        finally:
-            status = up.stop()
-        print(f"{'ok' if status == 0 else 'FAILED':7} `baton up` ended after SIGINT: {status}")
-        failed += status != 0
-    print(f"{len(CHECKS)} checks, {failed} failed")
+            with everything_up(binary) as place:
+                failed, skipped = run_all(context, place)
+        except AssertionError as error:
+            print(f"FAIL  {error}")
+            return 1
+    print(f"{len(CHECKS)} checks, {failed} failed, {skipped} skipped")
     return 1 if failed else 0

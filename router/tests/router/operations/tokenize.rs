@@ -247,12 +247,9 @@ async fn blocks_of_a_tenant_are_found_by_the_salt_that_the_router_sets() {
     let mut event = stored(&[11, 12], None, &ids(8));
     event["extra_keys"] = json!([[salt], null]);
     held(&system, &mut publisher, &json!([event]), "&tenant=t", 2).await;
-    let of_other = post(
-        system.admin,
-        "/dry-run?path=/v1/completions&tenant=u",
-        &json!({"model": "m", "prompt": ids(13)}),
-    );
-    assert_eq!(of_other.await.json()["decode"]["held"]["blocks"], 0, "another tenant's");
+    let prompt = json!({"model": "m", "prompt": ids(13)});
+    let of_other = post(system.admin, "/dry-run?path=/v1/completions&tenant=u", &prompt).await;
+    assert_eq!(of_other.json()["decode"]["held"]["blocks"], 0, "another tenant's");
     let before = paths(&b).iter().filter(|path| *path == CHAT).count();
     send(&keys[0]).await;
     assert_eq!(paths(&b).iter().filter(|path| *path == CHAT).count(), before + 1);

@@ -321,8 +321,8 @@ mod tests {
         let apart = StoredBlocks { extra_keys: image, ..stored(&[1], None, &[1, 2]) };
         let events = [zero, apart, stored(&[1, 2], None, &[1, 2, 3]), stored(&[3], Some(1), &[3, 4])]
             .map(KvEvent::Stored);
-        use IgnoredEventReason::{ExtraKeys, Malformed, Parent};
-        assert_eq!(fixture.take(0, events.into()), [Malformed, ExtraKeys, Malformed, Parent]);
+        use IgnoredEventReason::{ExtraKeys as Keys, Malformed, Parent};
+        assert_eq!(fixture.take(0, events.into()), [Malformed, Keys, Malformed, Parent]);
         assert_eq!(fixture.index.len(), 0);
     }
 
@@ -354,8 +354,8 @@ mod tests {
         // An image in the second block ends the part that counts.
         let image = of(None, vec![], vec![ExtraKey::Other], &[7, 8]);
         let behind = KvEvent::Stored(stored(&[9], Some(8), &[5, 6]));
-        use IgnoredEventReason::{ExtraKeys, Parent};
-        assert_eq!(fixture.take(1, vec![image, behind]), [ExtraKeys, Parent]);
+        use IgnoredEventReason::{ExtraKeys as Keys, Parent};
+        assert_eq!(fixture.take(1, vec![image, behind]), [Keys, Parent]);
         assert_eq!(fixture.index.length(1, &links(&[1, 2, 3, 4], 2, 9)), 1);
     }
 

@@ -134,9 +134,9 @@ mod tests {
         let mut off = source("tcp://*:5557");
         off["enable_kv_cache_events"] = json!(false);
         assert_eq!(port(&json!({"0": off}), 0), Err(SourceError::Disabled));
-        let mut null = source("tcp://*:5557");
-        null["publisher"] = json!("null");
-        assert_eq!(port(&json!({"0": null}), 0), Err(SourceError::Disabled));
+        let mut other = source("tcp://*:5557");
+        other["publisher"] = json!("null");
+        assert_eq!(port(&json!({"0": other}), 0), Err(SourceError::Disabled));
         let mut long = source("tcp://*:5557");
         long["topic"] = json!("x".repeat(65));
         for odd in [json!({"0": long}), json!([]), json!("x"), json!({"0": 3}), json!({"0": {"endpoint": 3}})]
