@@ -39,6 +39,8 @@ pub(crate) struct Bounds {
     pub resume: bool,
     /// The router does not release and does not announce that it would (any other router).
     pub foreign_router: bool,
+    /// Both legs at once: the engines are vLLM's, and only P's write frees the page of a D that was given up.
+    pub pushes: bool,
     /// The planted bug.
     pub mutation: Option<Mutation>,
 }
@@ -62,6 +64,7 @@ impl Bounds {
         early: false,
         resume: false,
         foreign_router: false,
+        pushes: false,
         mutation: None,
     };
 
@@ -94,6 +97,7 @@ impl std::fmt::Display for Bounds {
             (self.early, "P may lend what it still computes"),
             (self.resume, "streams that break are resumed"),
             (self.foreign_router, "a router that settles nothing"),
+            (self.pushes, "vLLM push"),
         ];
         flags.iter().filter(|(on, _)| *on).try_for_each(|(_, name)| write!(f, ", {name}"))
     }

@@ -176,12 +176,18 @@ const fn merge(actors: Bounds, behaviour: Bounds) -> Bounds {
 /// Both legs at once, without a fault.
 const PAIR: Bounds = Bounds { clients_cancel: true, refusals: true, ..Bounds::PLAIN };
 
+/// The same with vLLM's push engines.
+const PUSH: Bounds = Bounds { pushes: true, ..PAIR };
+
 /// Takes seconds.
 pub(crate) const PAIRS_SMALL: &[(&str, Bounds)] = &[
     ("pairs: one request, two of each engine, no fault", Bounds { prefill: 2, decode: 2, ..PAIR }),
     ("pairs: one request, two Ds, one fault", Bounds { decode: 2, faults: 1, ..Bounds::PLAIN }),
     ("pairs: one request, one of each engine, one fault", Bounds { faults: 1, ..Bounds::PLAIN }),
     ("pairs: two requests for one page of one D", Bounds { requests: 2, refusals: false, ..PAIR }),
+    ("push: one request, two of each engine, no fault", Bounds { prefill: 2, decode: 2, ..PUSH }),
+    ("push: one request, one of each engine, one fault", Bounds { faults: 1, ..PUSH }),
+    ("push: two requests for one page of one D", Bounds { requests: 2, refusals: false, ..PUSH }),
 ];
 
 pub(crate) const PAIRS_FULL: &[(&str, Bounds)] = &[
@@ -192,6 +198,9 @@ pub(crate) const PAIRS_FULL: &[(&str, Bounds)] = &[
     ("pairs: one request, one of each engine, one fault", Bounds { faults: 1, ..PAIR }),
     ("pairs: one request, one of each engine, two faults", Bounds { faults: 2, ..Bounds::PLAIN }),
     ("pairs: two requests for one page of one D", Bounds { requests: 2, refusals: false, ..PAIR }),
+    ("push: one request, two of each engine, one fault", Bounds { prefill: 2, decode: 2, faults: 1, ..PUSH }),
+    ("push: one request, one of each engine, two faults", Bounds { faults: 2, ..PUSH }),
+    ("push: two requests for one page of one D", Bounds { requests: 2, refusals: false, ..PUSH }),
 ];
 
 /// Everything at once: too large to explore, so random runs are made.

@@ -12,7 +12,7 @@
 //! | `router.rs`, `producer.rs`, `consumer.rs` | the actors, and the invariants that one actor can check |
 //! | `messages.rs`, `system.rs`, `steps.rs`, `acting.rs` | the system: possible steps, their effects, how a run must end |
 //! | `offload.rs` | the offload slot, its workers and the end of its request |
-//! | `pair.rs` | protocols that send both legs at once, with SGLang's engines |
+//! | `pair.rs` | protocols that send both legs at once: SGLang, vLLM push |
 //! | `bounds.rs`, `explorations.rs` | the explorations and their bounds |
 //! | `mutations.rs` | planted bugs, each of which must be found |
 //!
@@ -172,13 +172,15 @@ fn pairs_end_on_both_engines_and_write_only_into_their_own_pages() {
 #[test]
 fn pairs_end_well_in_random_runs_with_many_faults() {
     let seeds = if full_bounds() { 2_000_000 } else { 50_000 };
-    let mut model = PairModel::new(PAIRS_WALKED);
-    let mut steps = 0;
-    for seed in 0..seeds {
-        steps +=
-            walk(&mut model, seed).unwrap_or_else(|found| panic!("seed {seed}: {}", violation_text(&found)));
+    for bounds in [PAIRS_WALKED, Bounds { pushes: true, ..PAIRS_WALKED }] {
+        let mut model = PairModel::new(bounds);
+        let mut steps = 0;
+        for seed in 0..seeds {
+            let walked = walk(&mut model, seed);
+            steps += walked.unwrap_or_else(|found| panic!("seed {seed}: {}", violation_text(&found)));
+        }
+        println!("pairs: {seeds} random runs, {steps} steps\n    bounds: {bounds}");
     }
-    println!("pairs: {seeds} random runs, {steps} steps\n    bounds: {PAIRS_WALKED}");
     let mutation = Some(Mutation::PagesGivenAwayAtOnce);
     let mut sick = PairModel::new(Bounds { mutation, ..PAIRS_WALKED });
     let found = (0..seeds).find_map(|seed| walk(&mut sick, seed).err()).expect("random runs find it");

@@ -58,6 +58,8 @@ pub(crate) enum Mutation {
     SilentPrefillIsLeft,
     /// The id of a request's first pair is a prefix of the next pair's id.
     RidIsAPrefix,
+    /// vLLM push: the prefill of a pair that is given up is aborted, although D waits for its write.
+    PushedPrefillIsAborted,
 }
 
 impl Mutation {
@@ -71,6 +73,7 @@ impl Mutation {
                 | Self::PagesGivenAwayAtOnce
                 | Self::SilentPrefillIsLeft
                 | Self::RidIsAPrefix
+                | Self::PushedPrefillIsAborted
         )
     }
 }
@@ -235,5 +238,11 @@ pub(crate) const PLANTED: &[PlantedBug] = &[
         Mutation::RidIsAPrefix,
         Bounds { decode_blocks: 2, ..PAIRS },
         "which was not given up",
+    ),
+    planted(
+        "vLLM push: P is aborted, and D waits for its write",
+        Mutation::PushedPrefillIsAborted,
+        Bounds { pushes: true, ..PAIRS },
+        WAITS,
     ),
 ];

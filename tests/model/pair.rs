@@ -1,4 +1,5 @@
-//! Protocols that send both legs at once: the product's [`Exchange`], with SGLang's prefill and decode engines.
+//! Protocols that send both legs at once: the product's [`Exchange`], with SGLang's prefill and decode engines or with
+//! vLLM's that push.
 //!
 //! One router, up to two prefill engines, two decode engines and two requests of up to two pairs each. D registers its
 //! pages at P, P writes into them and answers then. All messages arrive in any order, except on one connection. An
@@ -10,7 +11,7 @@
 //! Invariants of every state: a write lands only in pages that belong to its own pair. An abort ends only legs that
 //! were given up. No leg is aborted twice, and no late reply ends anything. Each request has one outcome. Without a
 //! fault no engine needs a timeout to end its half of a pair that was given up. At the end of every run no engine works
-//! and no page is held.
+//! and no page is held; after a fault of a push a page of D may be.
 //!
 //! Time passes only when no other step is possible: the timeouts of the router, and those of the engines (P waits 300 s
 //! for a registration, D 300 s for the write and 30 s for P's ACK). P reports a failure only after its writes have
@@ -180,7 +181,8 @@ impl PairModel {
             if message == Message::Write && !state.get(at).prefill.works() {
                 into.push(PairStep::Lost(at, message));
             }
-            if self.bounds.refusals && matches!(message, Message::Request(_)) {
+            let may_refuse = |leg| leg == Leg::Decode || !self.bounds.pushes;
+            if self.bounds.refusals && matches!(message, Message::Request(leg) if may_refuse(leg)) {
                 into.extend(
                     [AdmissionChoice::TooFull, AdmissionChoice::Refuses]
                         .map(|choice| PairStep::Arrive(at, message, choice)),
@@ -207,7 +209,14 @@ impl PairModel {
             if pair.prefill == PrefillHalf::Waiting {
                 into.push(PairStep::EngineTimeout(at, Leg::Prefill));
             }
-            if matches!(pair.decode, DecodeHalf::Registered(_) | DecodeHalf::Aborted(_)) {
+            // The router waits for D for less time than a lease lives.
+            if pair.prefill == PrefillHalf::Leased && self.router(state, request(at)).has_given_up(number(at))
+            {
+                into.push(PairStep::EngineTimeout(at, Leg::Prefill));
+            }
+            if matches!(pair.decode, DecodeHalf::Registered(_) | DecodeHalf::Aborted(_))
+                && !self.bounds.pushes
+            {
                 into.push(PairStep::EngineTimeout(at, Leg::Decode));
             }
             for leg in Leg::BOTH {
@@ -247,7 +256,8 @@ impl PairModel {
                 }
             }
             let writes = pair.prefill == PrefillHalf::Writing { ended: false, ack: false };
-            into.extend((writes && pair.mail.has(Message::Write)).then_some(PairStep::Stuck(at)));
+            let answers = writes && pair.mail.has(Message::Write) && !self.bounds.pushes;
+            into.extend(answers.then_some(PairStep::Stuck(at)));
         }
         let up = !self.router(state, 0).crashed;
         into.extend((up && state.sent().next().is_some()).then_some(PairStep::CrashRouter));
@@ -263,6 +273,8 @@ impl PairModel {
         let waits = state.sent().any(|at| {
             self.router(state, request(at)).has_given_up(number(at))
                 && Leg::BOTH.into_iter().any(|leg| state.get(at).works(leg))
+                // The lease of a push, whose D has not registered.
+                && (state.get(at).prefill != PrefillHalf::Leased || state.get(at).works(Leg::Decode))
         });
         if waits && state.faults_left == self.bounds.faults {
             return Err("nothing went wrong, and an engine still works for a pair that was given up".into());
@@ -273,7 +285,9 @@ impl PairModel {
     /// The end of a run.
     fn check_end(&self, state: &PairState) -> Result<(), String> {
         for at in state.sent() {
-            if Leg::BOTH.into_iter().any(|leg| state.get(at).works(leg)) {
+            let may_hold = self.bounds.pushes && state.faults_left < self.bounds.faults;
+            let legs = if may_hold { &Leg::BOTH[..1] } else { &Leg::BOTH };
+            if legs.iter().any(|&leg| state.get(at).works(leg)) {
                 return Err("at the end an engine still works for a request (invariant 5)".into());
             }
             if !state.get(at).mail.is_empty() {
@@ -426,11 +440,8 @@ impl Model for PairModel {
                 }
             }
             PairStep::Allocate(at) => self.allocate(&mut state, at),
-            PairStep::Write(at) => {
-                let pair = state.pair(at);
-                pair.prefill = PrefillHalf::Writing { ended: false, ack: false };
-                pair.mail.send(Message::Write);
-            }
+            PairStep::Write(at) if self.bounds.pushes => self.computed(&mut state, at),
+            PairStep::Write(at) => self.begin_write(state.pair(at)),
             PairStep::Accept(at) => self.accept(&mut state, at),
             PairStep::Complete(at) => self.complete(&mut state, at),
             PairStep::Restart(leg, engine) => {
@@ -441,6 +452,9 @@ impl Model for PairModel {
                 if matches!(state.get(at).decode, DecodeHalf::Aborted(_)) =>
             {
                 state.pair(at).decode = DecodeHalf::Over;
+            }
+            PairStep::EngineTimeout(at, Leg::Prefill) if state.get(at).prefill == PrefillHalf::Leased => {
+                state.pair(at).prefill = PrefillHalf::Over;
             }
             PairStep::EngineTimeout(at, leg) | PairStep::Fail(at, leg) => self.fail(&mut state, at, leg),
             PairStep::Break(at, leg) => self.break_connection(&mut state, at, leg),

@@ -59,4 +59,11 @@ counts! {
     late_handles: "seen: handles that came late and were released",
     second_decode: "seen: same handoff, another D",
     ignored: "seen: stale or repeated events ignored",
+    failed_legs: "fault: leg fails at its engine",
+    pairs: "seen: pairs sent",
+    second_pairs: "seen: pairs after a failed one",
+    kept_pages: "seen: aborts of D before the write into its pages",
+    freed_by_write: "seen: pages of a given-up request freed by the write",
+    engine_timeouts: "seen: halves of pairs ended by an engine's timeout",
+    unwritten: "seen: pages of D left by a fault of a push",
 }

@@ -4,7 +4,8 @@
 //! ```text
 //! cargo test --release --test sim -- --seeds N [--from S]   runs seeds S to S+N-1 (S is 0) and sums up
 //! cargo test --release --test sim -- --seed S               runs one seed and prints its events
-//! cargo test --release --test sim                           10,000 seeds, and the planted faults
+//! cargo test --release --test sim                           10,000 seeds, and the planted faults; both for pairs too
+//! cargo test --release --test sim -- --pairs …              the same options for protocols that send both legs at once
 //! ```
 //!
 //! The last line is `seeds N violations V`. A violation prints one line that replays it. The same seed gives the same
@@ -20,6 +21,7 @@
 //! | `router.rs`, `clients.rs` | a router process around the real exchange; clients that check every token |
 //! | `device.rs` | a KV cache that can be checked |
 //! | `checks.rs` | the invariants |
+//! | `pairs.rs` | protocols that send both legs at once: SGLang, vLLM push |
 // A test program: nothing here is public, and a panic is a finding.
 #![allow(clippy::unwrap_used, unreachable_pub, missing_docs, reason = "a test crate of several files")]
 
@@ -33,6 +35,7 @@ mod faults;
 mod http;
 mod messages;
 mod net;
+mod pairs;
 mod producer;
 mod rng;
 mod router;
@@ -48,6 +51,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use counts::Counts;
+use pairs::{PairMutation, PairSim};
 use setup::{Mutation, Setup};
 use sim::{Sim, Verdict};
 
@@ -63,9 +67,43 @@ pub fn print_line(line: &str) {
     let _ = writeln!(std::io::stdout(), "{line}");
 }
 
+/// What is simulated.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Mode {
+    /// Baton's engines: the prefill leg first, then a handoff.
+    Handoffs,
+    /// Both legs at once, and engines that exchange the blocks by themselves.
+    Pairs,
+}
+
+impl Mode {
+    /// The option that selects the mode.
+    fn option(self) -> &'static str {
+        match self {
+            Self::Handoffs => "",
+            Self::Pairs => "--pairs ",
+        }
+    }
+
+    fn run(self, seed: u64, narrate: bool) -> Verdict {
+        match self {
+            Self::Handoffs => run(seed, Mutation::None, narrate),
+            Self::Pairs => run_pairs(seed, PairMutation::None, narrate),
+        }
+    }
+}
+
 fn run(seed: u64, mutation: Mutation, narrate: bool) -> Verdict {
-    let setup = Setup::of(seed, mutation);
-    let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| Sim::new(setup, narrate).run()));
+    caught(|| Sim::new(Setup::of(seed, mutation), narrate).run())
+}
+
+fn run_pairs(seed: u64, mutation: PairMutation, narrate: bool) -> Verdict {
+    caught(|| PairSim::new(seed, mutation, narrate).run())
+}
+
+/// A panic is a violation.
+fn caught(simulate: impl FnOnce() -> Verdict) -> Verdict {
+    let outcome = std::panic::catch_unwind(AssertUnwindSafe(simulate));
     outcome.unwrap_or_else(|panic| {
         let text = panic
             .downcast_ref::<String>()
@@ -85,7 +123,7 @@ struct RunTotals {
     violations: Vec<(u64, String)>,
 }
 
-fn many(from: u64, seeds: u64) -> ExitCode {
+fn many(mode: Mode, from: u64, seeds: u64) -> ExitCode {
     let start = Instant::now();
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let (next, sum) = (AtomicU64::new(from), Mutex::new(RunTotals::default()));
@@ -97,8 +135,8 @@ fn many(from: u64, seeds: u64) -> ExitCode {
                     if seed >= from + seeds || sum.lock().unwrap().violations.len() >= VIOLATIONS_MAX {
                         return;
                     }
-                    let mut verdict = run(seed, Mutation::None, false);
-                    if seed % 100 == 0 && run(seed, Mutation::None, false).trace != verdict.trace {
+                    let mut verdict = mode.run(seed, false);
+                    if seed % 100 == 0 && mode.run(seed, false).trace != verdict.trace {
                         verdict.violation.get_or_insert("the same seed went another way".into());
                     }
                     let mut sum = sum.lock().unwrap();
@@ -109,7 +147,10 @@ fn many(from: u64, seeds: u64) -> ExitCode {
                     sum.trace = sum.trace.wrapping_add(rng::mix(verdict.trace));
                     if let Some(violation) = verdict.violation {
                         print_line(&format!("seed {seed}: {violation}"));
-                        print_line(&format!("replay: cargo test --release --test sim -- --seed {seed}"));
+                        let option = mode.option();
+                        print_line(&format!(
+                            "replay: cargo test --release --test sim -- {option}--seed {seed}"
+                        ));
                         sum.violations.push((seed, violation));
                     }
                 }
@@ -118,7 +159,7 @@ fn many(from: u64, seeds: u64) -> ExitCode {
     });
     let sum = sum.into_inner().unwrap();
     let seconds = start.elapsed().as_secs_f64();
-    for (what, count) in sum.counts.lines() {
+    for (what, count) in sum.counts.lines().into_iter().filter(|(_, count)| *count > 0) {
         print_line(&format!("{count:>12}  {what}"));
     }
     print_line(&format!(
@@ -134,23 +175,26 @@ fn many(from: u64, seeds: u64) -> ExitCode {
 
 /// Whether the invariants find every planted fault.
 fn mutations() -> bool {
-    let mut all = true;
-    for mutation in Mutation::ALL {
-        let found = (0..MUTATION_SEEDS).find_map(|seed| {
-            let violation = run(seed, mutation, false).violation?;
-            mutation.shows_as().iter().any(|word| violation.contains(word)).then_some((seed, violation))
-        });
-        match found {
-            Some((seed, violation)) => {
-                print_line(&format!("planted {mutation:?}: found by seed {seed}: {violation}"));
-            }
-            None => {
-                print_line(&format!("planted {mutation:?}: NOT FOUND within {MUTATION_SEEDS} seeds"));
-                all = false;
-            }
-        }
+    let handoffs = Mutation::ALL.map(|planted| {
+        is_found(&format!("{planted:?}"), planted.shows_as(), |seed| run(seed, planted, false))
+    });
+    let pairs = PairMutation::ALL.map(|planted| {
+        is_found(&format!("{planted:?}"), planted.shows_as(), |seed| run_pairs(seed, planted, false))
+    });
+    handoffs.into_iter().chain(pairs).all(|is_found| is_found)
+}
+
+/// Whether some seed shows a planted fault by one of these violations.
+fn is_found(name: &str, shows_as: &[&str], run: impl Fn(u64) -> Verdict) -> bool {
+    let found = (0..MUTATION_SEEDS).find_map(|seed| {
+        let violation = run(seed).violation?;
+        shows_as.iter().any(|word| violation.contains(word)).then_some((seed, violation))
+    });
+    match &found {
+        Some((seed, violation)) => print_line(&format!("planted {name}: found by seed {seed}: {violation}")),
+        None => print_line(&format!("planted {name}: NOT FOUND within {MUTATION_SEEDS} seeds")),
     }
-    all
+    found.is_some()
 }
 
 fn main() -> ExitCode {
@@ -164,16 +208,19 @@ fn main() -> ExitCode {
     if arguments.iter().any(|argument| argument == "--list") {
         return ExitCode::SUCCESS;
     }
+    let pairs = arguments.iter().any(|argument| argument == "--pairs");
+    let mode = if pairs { Mode::Pairs } else { Mode::Handoffs };
     if let Some(seed) = value("--seed") {
-        let verdict = run(seed, Mutation::None, true);
+        let verdict = mode.run(seed, true);
         print_line(&format!("seed {seed}: {}", verdict.violation.as_deref().unwrap_or("no violation")));
         print_line(&format!("trace {:016x}, {} events", verdict.trace, verdict.events));
         return if verdict.violation.is_none() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }
     if let Some(seeds) = value("--seeds") {
-        return many(value("--from").unwrap_or(0), seeds);
+        return many(mode, value("--from").unwrap_or(0), seeds);
     }
     let found = mutations();
-    let code = many(0, SEEDS);
-    if found { code } else { ExitCode::FAILURE }
+    let codes = [Mode::Handoffs, Mode::Pairs].map(|mode| many(mode, 0, SEEDS));
+    let is_sound = found && codes.iter().all(|code| *code == ExitCode::SUCCESS);
+    if is_sound { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

@@ -91,6 +91,29 @@ impl<'a> RunCancels<'a> {
     }
 }
 
+/// Requests that were cancelled in one phase and in one way.
+#[derive(Clone, Debug, serde::Serialize)]
+pub(crate) struct CancelCell {
+    pub(crate) phase: Phase,
+    pub(crate) kind: CancelKind,
+    #[serde(flatten)]
+    pub(crate) group: CancelGroup,
+}
+
+/// The cancelled requests of a run, by phase and way. Vanished clients are a way of their own.
+pub(crate) fn cells(records: &[Record]) -> Vec<CancelCell> {
+    let data = RunData::of(records);
+    let cancels = RunCancels::of(&data);
+    let cell = |phase: Phase, kind: CancelKind| {
+        let group = cancels.group(|request| {
+            request.phase == Some(phase) && request.call.leaves.is_some_and(|leaves| leaves.kind == kind)
+        });
+        (group.cancelled > 0).then_some(CancelCell { phase, kind, group })
+    };
+    let all = Phase::ALL.into_iter().flat_map(|phase| CancelKind::ALL.map(|kind| (phase, kind)));
+    all.filter_map(|(phase, kind)| cell(phase, kind)).collect()
+}
+
 /// The summary of a run.
 pub(crate) fn summary(records: &[Record]) -> Summary {
     let data = RunData::of(records);

@@ -14,6 +14,7 @@
 mod analyse;
 pub mod drive;
 pub mod plan;
+mod protocols;
 pub mod record;
 mod report;
 #[cfg(test)]
@@ -24,6 +25,7 @@ use std::time::SystemTime;
 
 use crate::BenchError;
 use analyse::summary::Summary;
+use plan::options::StartedEngines;
 pub use plan::options::{DisconnectOptions, ReportOptions};
 pub(crate) use report::{escaped, grouped};
 
@@ -34,27 +36,10 @@ pub(crate) use report::{escaped, grouped};
 /// findings.
 pub fn run(options: &DisconnectOptions, out: &mut dyn Write) -> Result<(), BenchError> {
     options.check()?;
-    let made = folder(&options.out).map_err(|error| format!("{}: {error}", options.out.display()))?;
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    let before = events_of(&options.out);
-    let played = runtime.block_on(drive::run::run(options));
-    if played.is_err() && events_of(&options.out) == before {
-        // The run did not start. Events of an earlier run stay, and a folder that this run created is removed.
-        made.iter().take_while(|folder| std::fs::remove_dir(folder).is_ok()).count();
-        return played;
+    if options.start == StartedEngines::Simulated {
+        return protocols::run(options, out);
     }
-    let summary = match (write_report(&options.out), &played) {
-        (Ok(summary), _) => summary,
-        (Err(error), Ok(())) => return Err(error),
-        (Err(_), Err(_)) => return played,
-    };
-    if played.is_err() && summary.calm.is_none() && summary.cancelled == 0 {
-        // No call was analysed. A report would show that there are no findings.
-        for file in ["summary.json", "series.json", "report.html"] {
-            std::fs::remove_file(options.out.join(file))?;
-        }
-        return played;
-    }
+    let (summary, played) = play(options)?;
     print_summary(&summary, &options.out, options.json, out)?;
     played?;
     if options.fail_on_findings && summary.interrupted {
@@ -64,6 +49,32 @@ pub fn run(options: &DisconnectOptions, out: &mut dyn Write) -> Result<(), Bench
         return Err(format!("{} findings", summary.findings.len()).into());
     }
     Ok(())
+}
+
+/// Plays one run and writes its folder. Returns its summary, and the error that broke the run off.
+fn play(options: &DisconnectOptions) -> Result<(Summary, Result<(), BenchError>), BenchError> {
+    let made = folder(&options.out).map_err(|error| format!("{}: {error}", options.out.display()))?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let before = events_of(&options.out);
+    let played = runtime.block_on(drive::run::run(options));
+    if played.is_err() && events_of(&options.out) == before {
+        // The run did not start. Events of an earlier run stay, and a folder that this run created is removed.
+        made.iter().take_while(|folder| std::fs::remove_dir(folder).is_ok()).count();
+        return Err(played.expect_err("just seen"));
+    }
+    let summary = match (write_report(&options.out), &played) {
+        (Ok(summary), _) => summary,
+        (Err(error), Ok(())) => return Err(error),
+        (Err(_), Err(_)) => return Err(played.expect_err("just seen")),
+    };
+    if played.is_err() && summary.calm.is_none() && summary.cancelled == 0 {
+        // No call was analysed. A report would show that there are no findings.
+        for file in ["summary.json", "series.json", "report.html"] {
+            std::fs::remove_file(options.out.join(file))?;
+        }
+        return Err(played.expect_err("just seen"));
+    }
+    Ok((summary, played))
 }
 
 /// Creates a writable folder. Returns the folders that did not exist before, the innermost first.
@@ -90,8 +101,8 @@ pub fn report(options: &ReportOptions, out: &mut dyn Write) -> Result<(), BenchE
     print_summary(&summary, &options.folder, options.json, out)
 }
 
-/// Writes the summary and the report of a folder from its raw events.
-fn write_report(folder: &Path) -> Result<Summary, BenchError> {
+/// The raw events of a folder.
+fn records(folder: &Path) -> Result<Vec<record::raw::Record>, BenchError> {
     let (plain, packed) = (folder.join("events.jsonl"), folder.join("events.jsonl.gz"));
     let is_packed = !plain.exists() && packed.exists();
     let raw = if is_packed { packed } else { plain };
@@ -102,8 +113,12 @@ fn write_report(folder: &Path) -> Result<Summary, BenchError> {
     } else {
         record::raw::read(&mut BufReader::new(file))
     };
-    let records = records.map_err(|error| name(&error))?;
-    let summary = analyse::summary(&records);
+    Ok(records.map_err(|error| name(&error))?)
+}
+
+/// Writes the summary and the report of a folder from its raw events.
+fn write_report(folder: &Path) -> Result<Summary, BenchError> {
+    let summary = analyse::summary(&records(folder)?);
     std::fs::write(folder.join("summary.json"), serde_json::to_string_pretty(&summary)? + "\n")?;
     std::fs::write(folder.join("series.json"), report::series(&summary).to_string() + "\n")?;
     std::fs::write(folder.join("report.html"), report::page(&summary))?;

@@ -19,7 +19,7 @@ pub(crate) use svg::escaped;
 pub(crate) use text::text;
 
 /// A percentile, or a dash where nothing was measured.
-fn percentile(dist: &Dist, of: impl Fn(&Dist) -> f64) -> String {
+pub(super) fn percentile(dist: &Dist, of: impl Fn(&Dist) -> f64) -> String {
     if dist.n == 0 { "–".into() } else { format_ms(of(dist)) }
 }
 
@@ -156,7 +156,7 @@ fn decimals(value: f64) -> String {
 }
 
 /// A count with thousands separators.
-fn count(value: u64) -> String {
+pub(super) fn count(value: u64) -> String {
     grouped(&value.to_string())
 }
 

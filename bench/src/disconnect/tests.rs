@@ -17,6 +17,7 @@ mod cancelled;
 mod faults;
 mod findings;
 mod folder;
+mod protocols;
 mod sampled;
 mod uncancelled;
 mod vanish;

@@ -1,8 +1,8 @@
 //! `baton bench sim`: simulated engines in the foreground ([`crate::sim::engines`]) for a router or a benchmark, and
 //! a self-test of their speed.
 //!
-//! Prints one line, `ready prefill=ADDRESS,… decode=ADDRESS,…`, with SGLang engines also `bootstrap=ADDRESS,…`. Stops with Ctrl-C or, with `--until-stdin-ends`, at
-//! the end of its standard input.
+//! Prints one line, `ready prefill=ADDRESS,… decode=ADDRESS,…`, with SGLang engines also `bootstrap=ADDRESS,…`. Stops
+//! with Ctrl-C or, with `--until-stdin-ends`, at the end of its standard input.
 
 mod self_test;
 mod sglang;
@@ -71,17 +71,19 @@ pub enum SimDialect {
     /// blocks hold
     #[default]
     Vllm,
+    /// Stock vLLM with the NixlPushConnector: P writes into D's blocks, and only the end of its write frees them
+    VllmPush,
     /// SGLang: both legs at once, paired by room, and P writes into D's pages
     Sglang,
 }
 
 impl SimDialect {
-    /// The dialect of engines whose decode leg reads. `None` for SGLang.
+    /// The dialect of engines whose decode leg reads. `None` for engines that write.
     fn pull(self) -> Option<Dialect> {
         match self {
             Self::Baton => Some(Dialect::Baton),
             Self::Vllm => Some(Dialect::Vllm),
-            Self::Sglang => None,
+            Self::VllmPush | Self::Sglang => None,
         }
     }
 }
@@ -125,6 +127,9 @@ pub struct EngineOptions {
     /// Lease duration in seconds (vLLM's name; its older TTL was 480)
     #[arg(long, value_name = "SECONDS", default_value_t = 30.0, value_parser = seconds)]
     pub kv_lease_duration: f64,
+    /// Seconds that a pushing prefill engine keeps a decode engine's registration without a prefill (vLLM's name)
+    #[arg(long, value_name = "SECONDS", default_value_t = 480.0, value_parser = seconds)]
+    pub push_registration_timeout: f64,
     /// Send no heartbeats for waiting requests, as vLLM did before it had them
     #[arg(long)]
     pub no_heartbeats: bool,
@@ -163,6 +168,7 @@ impl EngineOptions {
     #[must_use]
     pub fn plan(&self) -> EnginePlan {
         let after = |ms: f64| Duration::from_secs_f64(ms / 1e3);
+        let pushes = self.dialect == SimDialect::VllmPush;
         EnginePlan {
             dialect: self.dialect.pull().unwrap_or_default(),
             model: self.served_model_name.clone(),
@@ -180,6 +186,7 @@ impl EngineOptions {
             fetch_rate: self.fetch_rate,
             admission_delay: after(self.admission_delay_ms),
             reply_delay: self.reply_delay_ms.map(after),
+            push: pushes.then(|| Duration::from_secs_f64(self.push_registration_timeout)),
             bytes_per_token: self.bytes_per_token,
             load_failure: self.kv_load_failure_policy,
             ..EnginePlan::default()
@@ -201,7 +208,9 @@ pub fn run(args: &SimArgs, out: &mut dyn Write) -> Result<(), BenchError> {
         ..FleetPlan::new(args.prefill, args.decode, args.engine.plan())
     };
     let started = match args.engine.dialect {
-        SimDialect::Baton | SimDialect::Vllm => SimFleet::start(plan).map(StartedFleet::Pull),
+        SimDialect::Baton | SimDialect::Vllm | SimDialect::VllmPush => {
+            SimFleet::start(plan).map(StartedFleet::Pull)
+        }
         SimDialect::Sglang => SglangFleet::start(args.sglang.plan(plan)).map(StartedFleet::Sglang),
     };
     let fleet = started.map_err(|error| match error.kind() {

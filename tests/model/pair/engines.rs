@@ -10,9 +10,15 @@
 //!
 //! An engine that never got the other half's registration cannot tell it anything. A process that starts again knows no
 //! room, and a write to an earlier process of D fails.
+//!
+//! With vLLM push ([`Bounds::pushes`]) P computes and answers without a registration, and writes once it has both. There
+//! is no abort by id. D keeps the page of an aborted request until the write, and nothing tells it that none comes. So a
+//! refusal by P is left out: it costs D's page.
+//!
+//! [`Bounds::pushes`]: crate::bounds::Bounds::pushes
 
 use super::PairModel;
-use super::state::{DecodeHalf, Leg, Message, PairState, PrefillHalf, Reply, Target};
+use super::state::{DecodeHalf, Leg, Message, Pair, PairState, PrefillHalf, Reply, Target};
 use crate::mutations::Mutation;
 use crate::router::StreamEnd;
 use crate::steps::AdmissionChoice;
@@ -93,7 +99,7 @@ impl PairModel {
         let pair = state.pair(at);
         match (leg, refusal) {
             (Leg::Prefill, Some(_)) => pair.prefill = PrefillHalf::Over,
-            (Leg::Prefill, None) if pair.prefill == PrefillHalf::Early => {
+            (Leg::Prefill, None) if pair.prefill == PrefillHalf::Early || self.bounds.pushes => {
                 pair.prefill = PrefillHalf::Computing;
             }
             (Leg::Prefill, None) => pair.prefill = PrefillHalf::Waiting,
@@ -143,8 +149,9 @@ impl PairModel {
         let target = pair.target.pair;
         match &mut pair.prefill {
             PrefillHalf::Writing { ended, .. } => *ended = true,
+            PrefillHalf::Leased => {}
             half => {
-                let registered = *half == PrefillHalf::Computing;
+                let registered = *half == PrefillHalf::Computing && !self.bounds.pushes;
                 *half = PrefillHalf::Over;
                 if registered {
                     state.pair(target).mail.send(Message::TransferFailed);
@@ -157,6 +164,7 @@ impl PairModel {
         let at_once = self.bounds.has(Mutation::PagesGivenAwayAtOnce);
         let pair = state.pair(at);
         pair.decode = match pair.decode {
+            DecodeHalf::Registered(page) if self.bounds.pushes => DecodeHalf::Aborted(page),
             DecodeHalf::Registered(page) => {
                 pair.mail.send(Message::AbortRoom);
                 if at_once { DecodeHalf::Over } else { DecodeHalf::Aborted(page) }
@@ -187,7 +195,39 @@ impl PairModel {
         state.at_engine(Leg::Decode, engine).find(|&other| state.get(other).decode.page() == Some(page))
     }
 
+    /// vLLM push: P has the prompt's blocks, and answers. It writes them if D has registered.
+    pub(super) fn computed(&self, state: &mut PairState, at: u8) {
+        self.reply(state, at, Leg::Prefill, Reply::Done);
+        let pair = state.pair(at);
+        if pair.has_target {
+            self.begin_write(pair);
+        } else {
+            pair.prefill = PrefillHalf::Leased;
+        }
+    }
+
+    pub(super) fn begin_write(&self, pair: &mut Pair) {
+        pair.prefill = PrefillHalf::Writing { ended: false, ack: false };
+        pair.mail.send(Message::Write);
+    }
+
+    /// vLLM push: P finds its prefill by the request's id.
+    fn register_push(&self, state: &mut PairState, at: u8) {
+        let pair = state.pair(at);
+        pair.target = pair.registered;
+        match pair.prefill {
+            PrefillHalf::Leased => self.begin_write(pair),
+            PrefillHalf::None => (pair.prefill, pair.has_target) = (PrefillHalf::Early, true),
+            PrefillHalf::Computing => pair.has_target = true,
+            // The prefill is over, and D is not told.
+            _ => {}
+        }
+    }
+
     fn register(&self, state: &mut PairState, from: u8) {
+        if self.bounds.pushes {
+            return self.register_push(state, from);
+        }
         let room = self.room(from);
         let engine = state.get(from).engines[Leg::Prefill as usize];
         let waiting = state
@@ -217,7 +257,7 @@ impl PairModel {
                 }
                 // The registration is forgotten.
                 half @ PrefillHalf::Early => *half = PrefillHalf::None,
-                PrefillHalf::None | PrefillHalf::Stuck | PrefillHalf::Over => {}
+                PrefillHalf::None | PrefillHalf::Leased | PrefillHalf::Stuck | PrefillHalf::Over => {}
             }
         }
         if !writes {
@@ -245,6 +285,14 @@ impl PairModel {
         };
         let pair = state.pair(at);
         pair.prefill = PrefillHalf::Over;
+        if self.bounds.pushes {
+            pair.decode = match pair.decode {
+                DecodeHalf::Registered(page) if reached => DecodeHalf::Written(page),
+                DecodeHalf::Aborted(_) if reached => DecodeHalf::Over,
+                half => half,
+            };
+            return Ok(());
+        }
         if ended || ack || !reached {
             if reached {
                 let message = if ack { Message::AbortAck } else { Message::TransferFailed };
@@ -296,7 +344,9 @@ impl PairModel {
             }
             let pair = state.pair(at);
             match leg {
-                Leg::Prefill if pair.prefill == PrefillHalf::Early => pair.prefill = PrefillHalf::None,
+                Leg::Prefill if pair.prefill == PrefillHalf::Early => {
+                    (pair.prefill, pair.has_target) = (PrefillHalf::None, false);
+                }
                 Leg::Prefill if pair.prefill.works() => pair.prefill = PrefillHalf::Over,
                 Leg::Decode if pair.decode.works() => pair.decode = DecodeHalf::Over,
                 Leg::Prefill | Leg::Decode => {}

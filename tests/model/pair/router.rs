@@ -80,6 +80,9 @@ pub(crate) struct PairRouter {
     pub grace: bool,
     /// The aborts that were sent.
     pub settled: [[bool; 2]; ATTEMPTS],
+    /// vLLM push: D may hold a page that only P's write frees.
+    ends_by_write: [bool; ATTEMPTS],
+    pushes: bool,
     ends: u8,
     mutation: Option<Mutation>,
 }
@@ -148,6 +151,11 @@ impl PairRouter {
             ) => Some(Leg::Prefill),
             _ => None,
         };
+        for settlement in step.settlements.iter().filter(|_| self.pushes) {
+            if let Settlement::AbortDecode(Attempt(number)) = settlement {
+                self.ends_by_write[usize::from(number >> 1)] = true;
+            }
+        }
         for settlement in step.settlements {
             self.settle(settlement, forgotten, outputs)?;
         }
@@ -173,6 +181,8 @@ impl PairRouter {
         let (Attempt(number), leg) = match settlement {
             Settlement::AbortPrefill(attempt) => (attempt, Leg::Prefill),
             Settlement::AbortDecode(attempt) => (attempt, Leg::Decode),
+            // Stock vLLM has no release.
+            Settlement::ReleasePrefill(..) if self.pushes => return Ok(()),
             Settlement::ReleasePrefill(..) => return Err("a lease is released, and there is none".into()),
         };
         let pair = (number >> 1) as u8;
@@ -182,7 +192,17 @@ impl PairRouter {
         if forgotten == Some(leg) {
             return Ok(());
         }
-        outputs.push(PairOutput::Abort(pair, leg));
+        let aborts = self.mutation == Some(Mutation::PushedPrefillIsAborted);
+        if leg == Leg::Prefill && self.ends_by_write[usize::from(pair)] && !aborts {
+            // It runs to its end.
+            if self.call(pair, leg).is_awaited() {
+                self.set_call(pair, leg, Call::Abandoned);
+            }
+            return Ok(());
+        }
+        if !self.pushes {
+            outputs.push(PairOutput::Abort(pair, leg));
+        }
         if self.call(pair, leg).is_awaited() {
             outputs.push(PairOutput::Close(pair, leg));
             self.set_call(pair, leg, if leg == Leg::Prefill { Call::Abandoned } else { Call::Ended });
@@ -193,6 +213,7 @@ impl PairRouter {
     fn prefilled(&mut self, pair: u8, reply: Reply, outputs: &mut Vec<PairOutput>) -> Result<(), String> {
         let by = attempt(pair, Leg::Prefill);
         let event = match reply {
+            Reply::Done if self.pushes => Event::PrefillLeased(by, None),
             Reply::Done => Event::PrefillEmpty(by),
             Reply::Refused => Event::PrefillRefused(by),
             Reply::Failed | Reply::NotReached | Reply::Broken => Event::PrefillFailed(by, failure(reply)),
@@ -298,10 +319,10 @@ impl PairRouter {
         }
         // The router forgets everything and aborts nothing any more.
         let sent = std::mem::take(&mut self.sent);
-        *self = Self { crashed: true, sent, ..Self::new(self.mutation) };
+        *self = Self { crashed: true, sent, ..Self::new(self.mutation, self.pushes) };
     }
 
-    fn new(mutation: Option<Mutation>) -> Self {
+    fn new(mutation: Option<Mutation>, pushes: bool) -> Self {
         Self {
             exchange: Exchange::new(),
             crashed: false,
@@ -310,6 +331,8 @@ impl PairRouter {
             calls: Default::default(),
             grace: false,
             settled: Default::default(),
+            ends_by_write: [false; ATTEMPTS],
+            pushes,
             ends: 0,
             mutation,
         }
@@ -322,12 +345,16 @@ impl Actor for PairRouter {
     type View = Self;
 
     fn born(bounds: &Bounds) -> Self {
-        Self::new(bounds.mutation)
+        Self::new(bounds.mutation, bounds.pushes)
     }
 
     fn live(&mut self, input: PairInput, outputs: &mut Vec<PairOutput>) -> Result<(), String> {
         match input {
             PairInput::Send(engines) => {
+                if let State::ReadyToDecode(Some(_)) = self.exchange.state() {
+                    // A handoff belongs to one pair.
+                    self.apply(Event::HandoffUnusable, outputs)?;
+                }
                 let pair = self.sent.len() as u8;
                 self.sent.push(engines);
                 self.set_call(pair, Leg::Prefill, Call::Open);
@@ -343,6 +370,9 @@ impl Actor for PairRouter {
                 self.set_call(pair, Leg::Decode, Call::Open);
                 outputs.push(PairOutput::Send(pair, Leg::Decode));
                 self.apply(Event::DecodeSent(attempt(pair, Leg::Decode)), outputs)
+            }
+            PairInput::NotAdmitted if matches!(self.exchange.state(), State::ReadyToDecode(Some(_))) => {
+                self.apply(Event::ExhaustedFor(SettlementCause::DecodeBusy), outputs)
             }
             PairInput::NotAdmitted => self.apply(Event::NotAdmitted, outputs),
             PairInput::GiveUp if self.sent.is_empty() => self.apply(Event::NoEngine, outputs),

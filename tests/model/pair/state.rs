@@ -145,6 +145,8 @@ pub(crate) enum PrefillHalf {
     Early,
     /// It waits for D's registration.
     Waiting,
+    /// vLLM push: it has answered, and waits for D's registration until its lease ends.
+    Leased,
     Computing,
     /// `ended`: the leg is over at the end of the write. `ack`: D waits for that end.
     Writing {
@@ -212,6 +214,8 @@ pub(crate) struct Pair {
     pub registered: Target,
     /// The registration that P uses.
     pub target: Target,
+    /// vLLM push: P has the registration before it has the blocks.
+    pub has_target: bool,
     pub mail: Mail,
 }
 

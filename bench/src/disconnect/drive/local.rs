@@ -1,5 +1,5 @@
 //! A deployment that is started for the run: router, prefill and decode engine as processes. Each can be killed and
-//! restarted at its address.
+//! restarted at its address. Simulated engines without a network between them are one process, which is not killed.
 
 use std::io;
 use std::net::Ipv4Addr;
@@ -19,6 +19,11 @@ pub(crate) enum DeploymentPart {
     Decode,
 }
 
+impl DeploymentPart {
+    /// All parts, in the order in which they are killed.
+    pub(crate) const ALL: [Self; 3] = [Self::Decode, Self::Prefill, Self::Router];
+}
+
 struct Process {
     arguments: Vec<String>,
     /// A restart appends to the log.
@@ -33,7 +38,8 @@ struct Process {
 pub(crate) struct LocalDeployment {
     router: Process,
     prefill: Process,
-    decode: Process,
+    /// `None`: in the process of the prefill engine.
+    decode: Option<Process>,
     /// The configurations. Kept until the processes have ended.
     _folder: tempfile::TempDir,
 }
@@ -92,10 +98,21 @@ fn sglang_engines(options: &[String], logs: &Path) -> io::Result<[Process; 2]> {
     Ok(engines)
 }
 
+/// Simulated engines that find each other within their process.
+fn engines_of_one_process(dialect: &str, options: &[String], logs: &Path) -> io::Result<Process> {
+    let fixed = ["bench", "sim", "--prefill", "1", "--decode", "1", "--dialect", dialect].map(str::to_owned);
+    Process::start([fixed.as_slice(), options].concat(), logs.join("engines.log"), "prefill")
+}
+
 /// The model name of simulated engines with these options.
 fn served_model(options: &[String]) -> String {
     let named = options.iter().position(|option| option == "--served-model-name");
     named.and_then(|at| options.get(at + 1)).map_or("sim", String::as_str).to_owned()
+}
+
+/// The decode engine's address.
+fn decode_address<'a>(prefill: &'a Process, decode: Option<&'a Process>) -> io::Result<&'a str> {
+    decode.map_or_else(|| word(&prefill.ready, "decode"), Process::http)
 }
 
 fn split_port(address: &str) -> io::Result<(&str, u16)> {
@@ -117,21 +134,26 @@ impl LocalDeployment {
         client_lost_ms: u64,
     ) -> io::Result<Self> {
         let folder = tempfile::tempdir()?;
-        let [prefill, decode] = match kind {
-            StartedEngines::Baton => baton_engines(options, logs)?,
-            StartedEngines::Sglang => sglang_engines(options, logs)?,
+        let in_two = |[prefill, decode]: [Process; 2]| (prefill, Some(decode));
+        let in_one = |dialect| engines_of_one_process(dialect, options, logs).map(|engines| (engines, None));
+        let (prefill, decode) = match kind {
+            StartedEngines::Baton => in_two(baton_engines(options, logs)?),
+            StartedEngines::Sglang => in_two(sglang_engines(options, logs)?),
+            StartedEngines::SimBaton => in_one("baton")?,
+            StartedEngines::Vllm => in_one("vllm")?,
+            StartedEngines::VllmPush => in_one("vllm-push")?,
+            StartedEngines::Simulated => return Err(io::Error::other("each protocol is a run of its own")),
         };
         let model = match kind {
             StartedEngines::Baton => word(&prefill.ready, "model")?.to_owned(),
-            StartedEngines::Sglang => served_model(options),
+            _ => served_model(options),
         };
+        let addresses = [prefill.http()?.to_owned(), decode_address(&prefill, decode.as_ref())?.to_owned()];
         let written = |listen: &str, admin: &str| -> io::Result<String> {
             let config = folder.path().join(if listen.ends_with(":0") { "first.yaml" } else { "again.yaml" });
-            let engines = |process: &Process| -> io::Result<serde_json::Value> {
-                Ok(json!({"engines": [{"url": format!("http://{}", process.http()?)}]}))
-            };
-            let mut served =
-                json!({"name": model, "prefill": engines(&prefill)?, "decode": engines(&decode)?});
+            let [prefills, decodes] =
+                addresses.each_ref().map(|at| json!({"engines": [{"url": format!("http://{at}")}]}));
+            let mut served = json!({"name": model, "prefill": prefills, "decode": decodes});
             match kind {
                 StartedEngines::Baton => served["fallback"] = "aggregate".into(),
                 StartedEngines::Sglang => {
@@ -140,6 +162,7 @@ impl LocalDeployment {
                     let engine = &mut served["prefill"]["engines"][0];
                     (engine["bootstrap_host"], engine["bootstrap_port"]) = (host.into(), port.into());
                 }
+                _ => {}
             }
             // JSON is valid YAML.
             let text = json!({
@@ -165,7 +188,13 @@ impl LocalDeployment {
 
     /// Name and address of each engine.
     pub(crate) fn engines(&self) -> io::Result<[(&'static str, &str); 2]> {
-        Ok([("prefill", self.prefill.http()?), ("decode", self.decode.http()?)])
+        let decode = decode_address(&self.prefill, self.decode.as_ref())?;
+        Ok([("prefill", self.prefill.http()?), ("decode", decode)])
+    }
+
+    /// Whether a part is a process of its own.
+    pub(crate) fn can_kill(&self, part: DeploymentPart) -> bool {
+        part == DeploymentPart::Router || self.decode.is_some()
     }
 
     /// Kills a process.
@@ -184,7 +213,7 @@ impl LocalDeployment {
         match part {
             DeploymentPart::Router => &mut self.router,
             DeploymentPart::Prefill => &mut self.prefill,
-            DeploymentPart::Decode => &mut self.decode,
+            DeploymentPart::Decode => self.decode.as_mut().expect("engines of one process are not killed"),
         }
     }
 }

@@ -17,7 +17,7 @@ use crate::disconnect::drive::progress::Progress;
 use crate::disconnect::drive::segments::SegmentRunner;
 use crate::disconnect::drive::stall::Stall;
 use crate::disconnect::drive::vanished_clients::{VanishSupport, VanishedClients};
-use crate::disconnect::plan::options::{DisconnectOptions, FaultCommands, SegmentOptions, StartedEngines};
+use crate::disconnect::plan::options::{DisconnectOptions, FaultCommands, SegmentOptions};
 use crate::disconnect::plan::phase::{CancelKind, Phase};
 use crate::disconnect::record::rate::CalibratedRate;
 use crate::disconnect::record::raw::{self, Record, RunRecord};
@@ -167,17 +167,17 @@ impl<'a> LiveRun<'a> {
         match phase {
             Phase::Queued | Phase::Prefill | Phase::FirstToken | Phase::Stream | Phase::Unary => true,
             // Without event logs these phases are unknown. A reply is a phase only of a prefill for another engine.
-            Phase::Reply => self.driver.exact && is_seen(),
-            // SGLang's prefill engine writes at once: there is no gap.
-            Phase::Gap => self.driver.exact && self.options.start != StartedEngines::Sglang,
+            Phase::Reply => self.driver.exact && !self.options.start.sends_both_legs() && is_seen(),
+            // A prefill engine that writes does so at once: there is no gap.
+            Phase::Gap => self.driver.exact && !self.options.start.sends_both_legs(),
             Phase::Fetch => self.driver.exact,
         }
     }
 
     /// Kills and restarts each process that was started for this run.
     async fn kill_parts(&self, runner: &SegmentRunner<'_>) -> Result<(), BenchError> {
-        for part in [DeploymentPart::Decode, DeploymentPart::Prefill, DeploymentPart::Router] {
-            let running = self.local().take();
+        for part in DeploymentPart::ALL {
+            let running = self.local().take_if(|local| local.can_kill(part));
             if let Some(running) = running {
                 let restarted = runner.kill_part(running, part).await?;
                 *self.local() = Some(restarted);
@@ -259,10 +259,9 @@ fn calls_to_verify(records: &[Record]) -> Vec<&raw::CallRecord> {
 }
 
 fn describe_run(options: &DisconnectOptions, deployment: &Deployment, model: &str) -> RunRecord {
-    let described = match (&options.url, options.start) {
-        (Some(_), _) => "a running deployment",
-        (None, StartedEngines::Baton) => "started for this run: router, prefill engine, decode engine",
-        (None, StartedEngines::Sglang) => "started for this run: router, simulated SGLang engines",
+    let described = match &options.url {
+        Some(_) => "a running deployment".to_owned(),
+        None => format!("started for this run: router, {}", options.start.describe()),
     };
     RunRecord {
         version: env!("CARGO_PKG_VERSION").into(),
@@ -271,7 +270,7 @@ fn describe_run(options: &DisconnectOptions, deployment: &Deployment, model: &st
         nice: crate::common::machine::nice(),
         date: crate::common::machine::today(),
         machine: crate::common::machine::described(),
-        target: described.into(),
+        target: described,
         model: model.into(),
         seed: options.seed,
         stranded_after_us: options.stranded_after_ms * 1_000,

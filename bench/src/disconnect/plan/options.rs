@@ -18,12 +18,54 @@ pub(crate) enum StartedEngines {
     /// Baton's engines
     #[default]
     Baton,
+    /// Simulated engines with Baton's protocol
+    SimBaton,
+    /// Simulated stock vLLM engines, whose decode engine reads
+    Vllm,
+    /// Simulated stock vLLM engines, whose prefill engine writes
+    VllmPush,
     /// Simulated SGLang engines of `baton bench sim`
     Sglang,
+    /// Each kind of simulated engines in a run of its own, and a table of all; without faults
+    Simulated,
+}
+
+impl StartedEngines {
+    /// The simulated engines of each protocol.
+    pub(crate) const SIMULATED: [Self; 4] = [Self::SimBaton, Self::Vllm, Self::VllmPush, Self::Sglang];
+
+    /// The name in options and reports.
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Self::Baton => "baton",
+            Self::SimBaton => "sim-baton",
+            Self::Vllm => "vllm",
+            Self::VllmPush => "vllm-push",
+            Self::Sglang => "sglang",
+            Self::Simulated => "simulated",
+        }
+    }
+
+    /// The engines, in the description of a run.
+    pub(crate) fn describe(self) -> &'static str {
+        match self {
+            Self::Baton => "prefill engine, decode engine",
+            Self::SimBaton => "simulated engines with Baton's protocol",
+            Self::Vllm => "simulated stock vLLM engines",
+            Self::VllmPush => "simulated stock vLLM engines that push",
+            Self::Sglang => "simulated SGLang engines",
+            Self::Simulated => "simulated engines of each protocol",
+        }
+    }
+
+    /// Both legs are sent at once: the prefill engine writes the blocks as soon as it has them.
+    pub(crate) fn sends_both_legs(self) -> bool {
+        matches!(self, Self::VllmPush | Self::Sglang)
+    }
 }
 
 /// Options of `baton bench disconnect`.
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 pub struct DisconnectOptions {
     /// OpenAI endpoint of the deployment [default: start a router, a prefill and a decode engine]
     #[arg(long, value_name = "URL")]

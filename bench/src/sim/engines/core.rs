@@ -9,8 +9,10 @@
 //!
 //! A step computes the next prompt tokens of all running requests, up to `step_tokens` in total, and one token for
 //! each request that decodes. Its duration follows from the plan. Blocks for the whole request are allocated when it
-//! begins, so that no request is preempted. There is no prefix cache.
+//! begins, so that no request is preempted. There is no prefix cache. With vLLM's push connector a fetch is a write of
+//! the producer ([`push`]).
 
+mod push;
 mod steps;
 mod verbs;
 
@@ -26,6 +28,8 @@ use super::leases::{ClosedLease, Lease, LeaseKey, Leases};
 use super::plan::{Dialect, EnginePlan, LoadFailure};
 use super::pool::{BlockHolder, PoolUsage, SimPool};
 use crate::load::rng::mix;
+use push::PushTable;
+pub(super) use push::Registration;
 
 /// Key of a request in the core.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -119,6 +123,10 @@ pub(super) struct RequestOutput {
 pub(super) enum Action {
     /// Read these blocks and call [`Core::fetched`].
     Fetch(Ticket, Source),
+    /// Register these blocks with the producer, by [`Core::register`].
+    Register(Ticket, Source, Registration),
+    /// The producer has written the blocks of a registration: [`Core::land`].
+    Written(Registration, Vec<u64>),
     /// Stop the read.
     StopFetch(Ticket),
     /// Release the producer's lease.
@@ -194,6 +202,8 @@ pub(super) struct EngineCounts {
     pub failed_fetches: u64,
     /// Reads that ended after their lease.
     pub after_expiry: u64,
+    /// Writes into blocks that their request no longer had.
+    pub stray_writes: u64,
 }
 
 /// `finished_reason`, in the order of [`EngineCounts::ended`].
@@ -205,6 +215,7 @@ pub(super) struct Core {
     log: Arc<EventLog>,
     pool: SimPool,
     leases: Leases,
+    push: PushTable,
     requests: HashMap<Ticket, Request>,
     waiting: VecDeque<Ticket>,
     ready: VecDeque<Ticket>,
@@ -244,6 +255,7 @@ impl Core {
         Self {
             pool: SimPool::new(plan.blocks),
             leases: Leases::new(plan.dialect),
+            push: PushTable::default(),
             plan,
             log,
             requests: HashMap::new(),
@@ -370,7 +382,12 @@ impl Core {
             RequestPhase::Fetching if self.plan.dialect == Dialect::Baton => {
                 self.actions.push(Action::StopFetch(ticket))
             }
-            // vLLM cannot stop a read.
+            RequestPhase::Fetching if faults.frees_before_write => {
+                let blocks = self.requests[&ticket].blocks.len();
+                self.pool.become_of(blocks, BlockHolder::Landing, BlockHolder::Active);
+                self.end(ticket, RequestEnd::Aborted);
+            }
+            // vLLM cannot stop a read, and no write of its producer.
             RequestPhase::Fetching => {}
             // The abort takes effect at the end of the step.
             RequestPhase::Ready | RequestPhase::Running if computes => {}
@@ -479,6 +496,7 @@ impl Core {
         self.leases.open(lease);
         self.log.emit(0, &internal, 0, RequestEvent::LeaseOpened { blocks: blocks.len(), left: Some(left) });
         self.end(ticket, RequestEnd::Leased(OpenedLease { handle, blocks }));
+        self.match_lease(handle, now_us);
     }
 
     fn record_closed_lease(&mut self, closed: ClosedLease, now_us: u64) {

@@ -102,6 +102,9 @@ pub(super) fn metrics(engine: &Engine) -> String {
         put("vllm:nixl_bytes_transferred_sum", "counter", "", bytes as f64);
         let fetched = counts.fetches - counts.failed_fetches;
         put("vllm:nixl_bytes_transferred_count", "counter", "", fetched as f64);
+        if plan.push.is_some() {
+            put("sim:stray_writes_total", "counter", "", counts.stray_writes as f64);
+        }
         if plan.dialect == Dialect::Baton {
             let states = [
                 ("free", usage.free),

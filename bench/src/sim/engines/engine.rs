@@ -155,6 +155,20 @@ impl Engine {
                 }
             }
             Action::Fetch(ticket, source) => self.fetch(ticket, source),
+            Action::Register(ticket, source, mut registration) => {
+                registration.engine.clone_from(&self.id);
+                match self.peers.find(&source.engine) {
+                    Some(producer) => producer.drive(|core, now_us| core.register(registration, now_us)),
+                    // The handshake fails: another process has the producer's address, or none.
+                    None => self.fetched(ticket, Err("failed")),
+                }
+            }
+            Action::Written(registration, contents) => {
+                // A write to an engine that has ended lands nowhere.
+                if let Some(consumer) = self.peers.find(&registration.engine) {
+                    consumer.drive(|core, _| core.land(&registration, contents));
+                }
+            }
         }
     }
 

@@ -19,6 +19,8 @@ pub enum Fault {
     DoubleFree,
     /// A decode engine ends its read before it reads, so that it may read another request's blocks.
     StaleBlocks,
+    /// A decode engine frees the blocks of a cancelled request before the prefill engine's write into them.
+    FreesBeforeWrite,
     /// After an abort, no request progresses for this time.
     StallsBystanders(Duration),
     /// A decode engine refuses this fraction of its requests with 503.
@@ -35,12 +37,13 @@ const STALL_MAX: Duration = Duration::from_secs(60);
 pub(super) const READS_LATER: Duration = Duration::from_millis(50);
 
 /// Every name with its default value.
-const NAMES: [(&str, Fault); 8] = [
+const NAMES: [(&str, Fault); 9] = [
     ("never-aborts-prefill", Fault::NeverAbortsPrefill),
     ("never-aborts-decode", Fault::NeverAbortsDecode),
     ("strands-gap", Fault::StrandsGap),
     ("double-free", Fault::DoubleFree),
     ("stale-blocks", Fault::StaleBlocks),
+    ("frees-before-write", Fault::FreesBeforeWrite),
     ("stalls-uncancelled", Fault::StallsBystanders(STALL)),
     ("refuses", Fault::Refuses(0.5)),
     ("dies", Fault::Dies(Duration::from_secs(5))),
@@ -48,8 +51,8 @@ const NAMES: [(&str, Fault); 8] = [
 
 impl Fault {
     /// Every fault with its default value.
-    pub const ALL: [Self; 8] = {
-        let mut all = [Self::StrandsGap; 8];
+    pub const ALL: [Self; 9] = {
+        let mut all = [Self::StrandsGap; 9];
         let mut at = 0;
         while at < NAMES.len() {
             all[at] = NAMES[at].1;
@@ -67,6 +70,7 @@ impl Fault {
             Self::StrandsGap => "strands-gap",
             Self::DoubleFree => "double-free",
             Self::StaleBlocks => "stale-blocks",
+            Self::FreesBeforeWrite => "frees-before-write",
             Self::StallsBystanders(_) => "stalls-uncancelled",
             Self::Refuses(_) => "refuses",
             Self::Dies(_) => "dies",
@@ -77,7 +81,9 @@ impl Fault {
     fn role(self) -> Option<Role> {
         match self {
             Self::NeverAbortsPrefill | Self::StrandsGap | Self::DoubleFree => Some(Role::Prefill),
-            Self::NeverAbortsDecode | Self::StaleBlocks | Self::Refuses(_) => Some(Role::Decode),
+            Self::NeverAbortsDecode | Self::StaleBlocks | Self::FreesBeforeWrite | Self::Refuses(_) => {
+                Some(Role::Decode)
+            }
             Self::StallsBystanders(_) | Self::Dies(_) => None,
         }
     }
@@ -91,6 +97,7 @@ pub struct Faults {
     pub(super) strands_gap: bool,
     pub(super) double_free: bool,
     pub(super) stale_blocks: bool,
+    pub(super) frees_before_write: bool,
     pub(super) stalls_bystanders: Option<Duration>,
     pub(super) refuses: Option<f64>,
     pub(super) dies: Option<Duration>,
@@ -104,6 +111,7 @@ impl Faults {
             Fault::StrandsGap => self.strands_gap = true,
             Fault::DoubleFree => self.double_free = true,
             Fault::StaleBlocks => self.stale_blocks = true,
+            Fault::FreesBeforeWrite => self.frees_before_write = true,
             Fault::StallsBystanders(pause) => self.stalls_bystanders = Some(pause),
             Fault::Refuses(share) => self.refuses = Some(share),
             Fault::Dies(after) => self.dies = Some(after),

@@ -179,12 +179,11 @@ fn prepare(
     request: &HttpRequest,
     id: &RequestId,
 ) -> (Option<Source>, Result<CheckedRequest, Refusal>) {
-    let dialect = engine.plan.dialect;
     let fields = match parse_object(&request.body, &parse_limits()) {
         Ok(fields) => fields,
         Err(error) => {
             let salvaged = recover_member(&request.body, PARAMS);
-            let intent = handoff::intent(dialect, salvaged.as_ref());
+            let intent = handoff::intent(&engine.plan, salvaged.as_ref());
             let source = match intent {
                 Ok(Intent::Consume { source, .. }) => Some(source),
                 _ => None,
@@ -192,11 +191,15 @@ fn prepare(
             return (source, Err(Refusal::front(error)));
         }
     };
-    let (leg, source, check) = match handoff::intent(dialect, fields.get(PARAMS)) {
+    let (leg, source, check) = match handoff::intent(&engine.plan, fields.get(PARAMS)) {
         Err(error) => return (None, Err(Refusal::handler(error))),
         Ok(Intent::Plain) => (Leg::Whole, None, None),
         Ok(Intent::Produce) => (Leg::Prefill, None, None),
         Ok(Intent::Consume { source, check }) => (Leg::Decode, Some(source), check),
+        Ok(Intent::Fatal) => {
+            engine.stop.cancel();
+            return (None, Err(Refusal::front(ApiError::internal("the engine has ended"))));
+        }
     };
     let prepared = judge(engine, endpoint, &fields, id, leg, check);
     (source, prepared)
@@ -431,6 +434,7 @@ impl ActiveRequest<'_> {
             port: engine.address.port(),
             block_tokens: engine.plan.block_tokens,
             lease: engine.plan.lease,
+            pushes: engine.plan.push.is_some(),
         };
         Some(handoff::reply(&producer, lent, &self.internal, self.prompt, &self.contents))
     }

@@ -2,7 +2,7 @@
 //!
 //! vLLM's fields are those that a stock 0.32 pair exchanges. If a required field is missing, a stock decode engine
 //! silently computes the prompt itself, and the producer's blocks remain until expiry. Baton's engine names the
-//! missing field.
+//! missing field. A stock engine of a pushing pair ends without `tp_size`, and needs no blocks.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use super::core::{OpenedLease, Source};
 use super::leases::LeaseKey;
-use super::plan::Dialect;
+use super::plan::{Dialect, EnginePlan};
 use crate::load::rng::mix;
 
 /// The meaning of a request's `kv_transfer_params`.
@@ -21,7 +21,12 @@ use crate::load::rng::mix;
 pub(super) enum Intent {
     Plain,
     Produce,
-    Consume { source: Source, check: Option<HandoffCheck> },
+    Consume {
+        source: Source,
+        check: Option<HandoffCheck>,
+    },
+    /// The engine does not survive the request.
+    Fatal,
 }
 
 /// Values that Baton's engine compares before it reads.
@@ -40,6 +45,8 @@ pub(super) struct Producer<'a> {
     pub port: u16,
     pub block_tokens: usize,
     pub lease: Duration,
+    /// The producer writes the blocks.
+    pub pushes: bool,
 }
 
 /// The fingerprint of the layout of simulated blocks.
@@ -65,8 +72,8 @@ pub(super) fn reply(
             "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [lent.blocks],
             "remote_engine_id": producer.engine, "remote_request_id": internal.as_str(),
             "remote_host": "127.0.0.1", "remote_port": producer.port, "tp_size": 1, "dcp_size": 1, "pp_size": 1,
-            "remote_num_tokens": tokens, "remote_blocks_expiry_time": null, "transfer_mode": "pull",
-            "remote_prefill_cached_tokens": 0,
+            "remote_num_tokens": tokens, "remote_blocks_expiry_time": null,
+            "transfer_mode": if producer.pushes { "push" } else { "pull" }, "remote_prefill_cached_tokens": 0,
         }),
         Dialect::Baton => Handoff {
             handle: Handle(lent.handle),
@@ -93,10 +100,10 @@ pub(super) fn reply(
 ///
 /// # Errors
 /// In Baton's dialect the missing or malformed field. None in vLLM's.
-pub(super) fn intent(dialect: Dialect, params: Option<&Value>) -> Result<Intent, ApiError> {
+pub(super) fn intent(plan: &EnginePlan, params: Option<&Value>) -> Result<Intent, ApiError> {
     let Some(params) = params.filter(|params| !params.is_null()) else { return Ok(Intent::Plain) };
-    match dialect {
-        Dialect::Vllm => Ok(vllms(params)),
+    match plan.dialect {
+        Dialect::Vllm => Ok(vllms(params, plan.push.is_some())),
         Dialect::Baton => {
             let malformed = |error: baton_connector::handoff::HandoffError| {
                 ApiError::invalid("kv_transfer_params", error.to_string())
@@ -122,11 +129,20 @@ fn baton_intent(handoff: &Handoff) -> Intent {
     Intent::Consume { source, check: Some(HandoffCheck { layout, prompt, block_tokens }) }
 }
 
-fn vllms(params: &Value) -> Intent {
+fn vllms(params: &Value, pushes: bool) -> Intent {
     let set = |flag: &str| params[flag].as_bool() == Some(true);
     if set("do_remote_decode") {
         return Intent::Produce;
     }
+    let registers = || {
+        params["remote_host"].as_str()?;
+        params["remote_port"].as_u64()?;
+        // Required, and not compared.
+        params["remote_request_id"].as_str()?;
+        let engine = params["remote_engine_id"].as_str()?.to_owned();
+        // All tokens that the producer has.
+        Some(Source { engine, lease: LeaseKey::Unnamed, blocks: Vec::new(), tokens: usize::MAX })
+    };
     let consume = || {
         let ids = params["remote_block_ids"].as_array()?;
         let ids = ids.first().and_then(Value::as_array).unwrap_or(ids);
@@ -141,7 +157,9 @@ fn vllms(params: &Value) -> Intent {
             tokens: params["remote_num_tokens"].as_u64().map_or(usize::MAX, |tokens| tokens as usize),
         })
     };
-    match consume().filter(|_| set("do_remote_prefill")) {
+    let source = if pushes { registers() } else { consume() };
+    match source.filter(|_| set("do_remote_prefill")) {
+        Some(_) if pushes && params["tp_size"].as_u64().is_none() => Intent::Fatal,
         Some(source) => Intent::Consume { source, check: None },
         None => Intent::Plain,
     }
@@ -164,10 +182,12 @@ mod tests {
                 port: 5600,
                 block_tokens: 16,
                 lease: Duration::from_secs(30),
+                pushes: false,
             };
+            let plan = EnginePlan { dialect, ..EnginePlan::default() };
             let params = reply(&producer, &lent, &internal, 20, &[1, 2]);
             ReplyFacts::check(&params.to_string()).expect("complete");
-            let Ok(Intent::Consume { source, .. }) = intent(dialect, Some(&params)) else {
+            let Ok(Intent::Consume { source, .. }) = intent(&plan, Some(&params)) else {
                 panic!("{dialect:?}")
             };
             assert_eq!((source.blocks, source.tokens, &*source.engine), (vec![3, 1], 20, "p"));
@@ -176,7 +196,7 @@ mod tests {
             {
                 let mut broken = params.clone();
                 broken[field] = Value::Null;
-                let read = intent(dialect, Some(&broken));
+                let read = intent(&plan, Some(&broken));
                 match dialect {
                     Dialect::Baton => {
                         assert!(read.is_err_and(|error| error.message.contains(field)), "{field}")
@@ -184,6 +204,26 @@ mod tests {
                     Dialect::Vllm => assert!(matches!(read, Ok(Intent::Plain)), "{field}"),
                 }
             }
+        }
+    }
+
+    #[test]
+    fn a_decode_leg_of_a_pushing_pair_needs_an_identity_and_no_blocks() {
+        let plan = EnginePlan { push: Some(Duration::from_secs(480)), ..EnginePlan::default() };
+        let identity = json!({
+            "do_remote_prefill": true, "do_remote_decode": false, "remote_engine_id": "p", "remote_host": "127.0.0.1",
+            "remote_port": 5600, "tp_size": 1, "remote_request_id": "none",
+        });
+        let Ok(Intent::Consume { source, check: None }) = intent(&plan, Some(&identity)) else {
+            panic!("it registers")
+        };
+        assert_eq!((&*source.engine, source.lease, source.blocks.len()), ("p", LeaseKey::Unnamed, 0));
+        for (field, dies) in [("remote_engine_id", false), ("remote_request_id", false), ("tp_size", true)] {
+            let mut broken = identity.clone();
+            broken[field] = Value::Null;
+            let read = intent(&plan, Some(&broken)).expect("no error in vLLM's dialect");
+            assert_eq!(matches!(read, Intent::Fatal), dies, "{field}");
+            assert_eq!(matches!(read, Intent::Plain), !dies, "{field}");
         }
     }
 }

@@ -11,11 +11,13 @@ use baton_connector::RequestId;
 
 use super::plan::Dialect;
 
-/// The name of a lease: a handle in Baton's dialect, the request in vLLM's.
+/// The name of a lease: a handle in Baton's dialect, the request in vLLM's. A consumer of a producer that writes has no
+/// name of the lease.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum LeaseKey {
     Handle(u128),
     Request(RequestId),
+    Unnamed,
 }
 
 /// The reason of a lease that was read.
@@ -113,6 +115,7 @@ impl Leases {
         let handle = match key {
             LeaseKey::Handle(handle) => Some(*handle),
             LeaseKey::Request(request) => self.by_request.get(request).copied(),
+            LeaseKey::Unnamed => return None,
         };
         if let Some(handle) = handle.filter(|handle| self.live.contains_key(handle)) {
             return self.live.get_mut(&handle);
@@ -129,6 +132,7 @@ impl Leases {
         self.closed.iter().any(|(handle, request)| match key {
             LeaseKey::Handle(named) => named == handle,
             LeaseKey::Request(named) => named == request,
+            LeaseKey::Unnamed => false,
         })
     }
 
@@ -232,6 +236,12 @@ impl Leases {
     /// The handle of a request's lease, by the router's name.
     pub(super) fn of_request(&self, id: &RequestId) -> Option<u128> {
         self.live.values().find(|lease| lease.id == *id).map(|lease| lease.handle)
+    }
+
+    /// The oldest lease whose request fits, and that is not read yet.
+    pub(super) fn unread(&self, fits: impl Fn(&RequestId) -> bool) -> Option<&Lease> {
+        let unread = self.live.values().filter(|lease| lease.readers == 0 && fits(&lease.request));
+        unread.min_by_key(|lease| (lease.opened_us, lease.handle))
     }
 
     pub(super) fn live(&self) -> impl ExactSizeIterator<Item = &Lease> {

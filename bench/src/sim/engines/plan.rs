@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::faults::{FaultAt, Faults};
+use super::faults::{Fault, FaultAt, Faults};
 use super::role::Role;
 
 /// Which verbs and rules an engine has.
@@ -72,6 +72,9 @@ pub struct EnginePlan {
     /// From the end of a request's work until its server writes the reply in one piece. A caller that closes its
     /// sending side before does not receive it. [default: as the dialect's server: 1 ms for vllm, none for baton]
     pub reply_delay: Option<Duration>,
+    /// vLLM's NixlPushConnector: the prefill engine writes the blocks. It drops a decode engine's registration without a
+    /// prefill after this time (`push_registration_timeout`). `None`: the decode engine reads.
+    pub push: Option<Duration>,
     /// KV bytes of one token, for reported sizes.
     pub bytes_per_token: u64,
     /// Behaviour after a failed read. [default: as the dialect's engine: `recompute` for baton, `fail` for vllm]
@@ -99,6 +102,7 @@ impl Default for EnginePlan {
             fetch_rate: 100_000,
             admission_delay: Duration::ZERO,
             reply_delay: None,
+            push: None,
             bytes_per_token: 128 << 10,
             load_failure: None,
             faults: Faults::default(),
@@ -162,6 +166,9 @@ impl EnginePlan {
         if self.model.is_empty() {
             return Err(String::from("a model needs a name"));
         }
+        if self.push.is_some() && self.dialect == Dialect::Baton {
+            return Err(String::from("only vLLM's engines push"));
+        }
         Ok(())
     }
 
@@ -217,6 +224,9 @@ impl FleetPlan {
         for fault in &self.faults {
             if !self.all().any(|(role, number)| fault.is_at(role, number)) {
                 return Err(format!("fault `{fault}`: there is no such engine"));
+            }
+            if fault.fault == Fault::FreesBeforeWrite && self.engine.push.is_none() {
+                return Err(format!("fault `{fault}` concerns writes, and only engines that push have them"));
             }
         }
         self.engine.check()

@@ -3,6 +3,7 @@
 mod behind_the_router;
 mod planted;
 mod protocol;
+mod push;
 mod sglang_pair;
 
 use std::net::SocketAddr;

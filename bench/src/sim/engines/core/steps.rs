@@ -2,12 +2,14 @@
 
 use baton_connector_leases::event_log::RequestEvent;
 
-use super::{Action, CATCH_UP_US, Core, Leg, RequestEnd, RequestPhase, Step, Ticket, us};
+use super::{Action, CATCH_UP_US, Core, Leg, Registration, RequestEnd, RequestPhase, Step, Ticket, us};
+use crate::sim::engines::leases::LeaseKey;
 use crate::sim::engines::pool::BlockHolder;
 
 impl Core {
     /// Processes everything that is due.
     pub(in crate::sim::engines) fn advance(&mut self, now_us: u64) {
+        self.end_writes(now_us);
         while let Some(closed) = self.leases.expire(now_us) {
             self.record_closed_lease(closed, now_us);
         }
@@ -32,7 +34,7 @@ impl Core {
     /// When the next action is due.
     pub(in crate::sim::engines) fn next_us(&self) -> Option<u64> {
         let step = self.step.as_ref().map(|step| step.ends_us);
-        step.into_iter().chain(self.leases.next_end_us()).min()
+        step.into_iter().chain(self.leases.next_end_us()).chain(self.push.next_us()).min()
     }
 
     fn admit(&mut self) {
@@ -61,8 +63,20 @@ impl Core {
                 None => self.run(ticket),
                 Some(source) => {
                     request.phase = RequestPhase::Fetching;
-                    self.log.emit(0, &request.sent.internal, 0, RequestEvent::Fetching(source.blocks.len()));
-                    self.actions.push(Action::Fetch(ticket, source));
+                    let (action, blocks) = match source.lease {
+                        LeaseKey::Unnamed => {
+                            let prompt = request.blocks[..request.sent.contents.len()].to_vec();
+                            let registration = Registration::new(ticket, &request.sent.internal, prompt);
+                            let blocks = registration.blocks.len();
+                            (Action::Register(ticket, source, registration), blocks)
+                        }
+                        LeaseKey::Handle(_) | LeaseKey::Request(_) => {
+                            let blocks = source.blocks.len();
+                            (Action::Fetch(ticket, source), blocks)
+                        }
+                    };
+                    self.log.emit(0, &request.sent.internal, 0, RequestEvent::Fetching(blocks));
+                    self.actions.push(action);
                 }
             }
         }

@@ -4,7 +4,7 @@ use baton_router::{Router, RouterConfig};
 
 use super::*;
 
-async fn router(fleet: &SimFleet) -> (SocketAddr, tokio::task::JoinHandle<()>) {
+pub(super) async fn router(fleet: &SimFleet) -> (SocketAddr, tokio::task::JoinHandle<()>) {
     let any = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
     let config = RouterConfig::from_yaml(&fleet.router_yaml(any, any), "test").expect("a configuration");
     let router = Router::bind(config).await.expect("it binds");
