@@ -124,7 +124,7 @@ codes! {
         "The model has no chat template, or its template cannot render the conversation.";
     InvalidDataParallelRank "invalid_data_parallel_rank" [400], InvalidRequest, Engine,
         "`X-data-parallel-rank` names no rank of this engine.";
-    InvalidApiKey "invalid_api_key" [401], Authentication, Router, "The API key is missing or unknown.";
+    InvalidApiKey "invalid_api_key" [401], Authentication, Router, "The API key is missing or unknown, or the token is not valid.";
     ModelNotAllowed "model_not_allowed" [403], InvalidRequest, Router, "The key is valid, but not for this model.";
     ModelNotFound "model_not_found" [404], InvalidRequest, Both, "The model does not exist here.";
     NotFound "not_found" [404], InvalidRequest, Both, "The path does not exist.";

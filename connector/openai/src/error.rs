@@ -47,6 +47,8 @@ pub struct ApiError {
     pub should_retry: Option<bool>,
     /// The methods of the path, if the request has another one.
     pub allowed: Option<&'static str>,
+    /// How to authenticate: `WWW-Authenticate` of a 401 (RFC 6750).
+    pub challenge: Option<&'static str>,
 }
 
 impl ApiError {
@@ -60,6 +62,7 @@ impl ApiError {
             retry_after: None,
             should_retry: None,
             allowed: None,
+            challenge: None,
         }
     }
 
@@ -112,7 +115,7 @@ impl ApiError {
     /// 401: no key, or an unknown one.
     #[must_use]
     pub fn unauthorized() -> Self {
-        Self::of(Code::InvalidApiKey, "missing or unknown API key")
+        Self { challenge: Some("Bearer"), ..Self::of(Code::InvalidApiKey, "missing or unknown API key") }
     }
 
     /// 404: the model does not exist here.
@@ -250,6 +253,7 @@ impl ApiError {
             headers.push(("retry-after-ms", millis.to_string()));
         }
         headers.extend(self.allowed.map(|allowed| ("allow", allowed.to_owned())));
+        headers.extend(self.challenge.map(|challenge| ("www-authenticate", challenge.to_owned())));
         if let Some(retry) = self.should_retry {
             headers.push(("x-should-retry", retry.to_string()));
         }

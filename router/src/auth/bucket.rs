@@ -16,6 +16,9 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
+use sha2::{Digest, Sha256};
+
+use super::keys::hex;
 use crate::config::RateLimitsConfig;
 
 /// One limit per minute. Its capacity is one minute's worth.
@@ -33,6 +36,15 @@ pub(crate) struct BucketLevel {
     pub remaining: u64,
     /// Time until it is full again.
     pub reset: Duration,
+}
+
+impl BucketLevel {
+    /// The level of a bucket that is full after this time.
+    pub(crate) fn of(limit: u64, reset: Duration) -> Self {
+        let window = u128::from(Bucket::WINDOW_NS);
+        let left = window.saturating_sub(reset.as_nanos()) * u128::from(limit) / window;
+        Self { limit, remaining: u64::try_from(left).unwrap_or(limit), reset }
+    }
 }
 
 /// Why a take failed.
@@ -104,14 +116,7 @@ impl Bucket {
 
     pub(crate) fn level(&self, now: u64) -> BucketLevel {
         let until_full = self.full_at.load(Ordering::Relaxed).saturating_sub(now);
-        let taken = until_full.min(Self::WINDOW_NS);
-        let left =
-            u128::from(Self::WINDOW_NS - taken) * u128::from(self.per_minute) / u128::from(Self::WINDOW_NS);
-        BucketLevel {
-            limit: self.per_minute,
-            remaining: u64::try_from(left).unwrap_or(self.per_minute),
-            reset: Duration::from_nanos(until_full),
-        }
+        BucketLevel::of(self.per_minute, Duration::from_nanos(until_full))
     }
 
     /// The time in which `amount` is refilled, rounded up: rounding never exceeds the limit.
@@ -124,15 +129,20 @@ impl Bucket {
 /// The limits of one key or tenant, and their use.
 #[derive(Debug)]
 pub(crate) struct Meter {
+    /// Its name at the server of shared limits.
+    pub(super) shared_id: String,
     pub(super) requests: Option<Bucket>,
     pub(super) tokens: Option<Bucket>,
-    concurrent: Option<u32>,
+    pub(super) concurrent: Option<u32>,
     in_flight: AtomicU32,
 }
 
 impl Meter {
-    pub(super) fn new(limits: &RateLimitsConfig) -> Self {
+    /// `name` is that of the key or tenant; two owners never have one name.
+    pub(super) fn new(name: &str, limits: &RateLimitsConfig) -> Self {
         Self {
+            // 128 bits of a hash: names are of any length and characters, and the server's are not.
+            shared_id: hex(&Sha256::digest(name.as_bytes())[..16]),
             requests: limits.requests_per_minute.map(Bucket::new),
             tokens: limits.tokens_per_minute.map(Bucket::new),
             concurrent: limits.concurrent_requests,
@@ -144,6 +154,13 @@ impl Meter {
         let most = self.concurrent.unwrap_or(u32::MAX);
         let one_more = |now: u32| (now < most).then_some(now + 1);
         self.in_flight.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more).is_ok()
+    }
+
+    /// Whether no request is in flight and every bucket is full: its use may be forgotten.
+    pub(super) fn is_unused(&self, now: u64) -> bool {
+        let is_full = |bucket: &Bucket| bucket.level(now).reset.is_zero();
+        self.in_flight.load(Ordering::Relaxed) == 0
+            && [&self.requests, &self.tokens].into_iter().flatten().all(is_full)
     }
 
     pub(super) fn exit(&self) {

@@ -7,11 +7,15 @@ use baton_openai::ApiError;
 use hyper::header::{HeaderName, HeaderValue};
 
 use super::bucket::{Bucket, BucketLevel, Meter, RateLimitError};
+use super::shared::{SharedError, SharedLimits, SharedTake};
 use super::{Identity, TenantRegistry};
 use crate::metrics::tenants::LimitKind;
 
 /// `Retry-After` when the limit of requests in flight is reached.
 const CONCURRENCY_RETRY_AFTER: Duration = Duration::from_secs(1);
+
+/// `Retry-After` while the shared limits are required and unavailable.
+const SHARED_RETRY_AFTER: Duration = Duration::from_secs(1);
 
 /// A request within its limits. Dropping it ends the request.
 pub(crate) struct Permit {
@@ -20,40 +24,48 @@ pub(crate) struct Permit {
     tokens: u64,
     /// Time of the take.
     taken_ns: u64,
+    shared: Option<SharedPermit>,
 }
+
+/// What a request has taken from the limits that several routers share.
+struct SharedPermit {
+    limits: Arc<SharedLimits>,
+    /// `None`: this router's own limits apply.
+    requests: Option<SharedTake>,
+    tokens: Option<SharedTake>,
+}
+
+/// The owners of a request's meters, as messages name them.
+const OWNERS: [&str; 2] = ["this API key", "this tenant"];
 
 impl Permit {
     /// Counts a request of this identity.
     ///
     /// # Errors
-    /// 429 with a `Retry-After`.
-    pub(crate) fn begin(identity: Arc<Identity>, registry: &Arc<TenantRegistry>) -> Result<Self, ApiError> {
+    /// 429 with a `Retry-After`, or 503 if the shared limits are unavailable and required.
+    pub(crate) async fn begin(
+        identity: Arc<Identity>,
+        registry: &Arc<TenantRegistry>,
+        shared: Option<&Arc<SharedLimits>>,
+    ) -> Result<Self, ApiError> {
         let meters = [&identity.meter, &identity.tenant.meter];
-        let whose = ["this API key", "this tenant"];
-        let refused = |limit, error: ApiError| {
-            registry.metrics().count_limited(limit);
-            Err(error)
-        };
         if !meters[0].enter() {
-            let message = format!("{} has reached its limit of requests in flight", whose[0]);
-            return refused(LimitKind::Concurrent, ApiError::rate_limited(message, CONCURRENCY_RETRY_AFTER));
+            return Err(concurrency_error(0, registry));
         }
         if !meters[1].enter() {
             meters[0].exit();
-            let message = format!("{} has reached its limit of requests in flight", whose[1]);
-            return refused(LimitKind::Concurrent, ApiError::rate_limited(message, CONCURRENCY_RETRY_AFTER));
+            return Err(concurrency_error(1, registry));
         }
+        let shared = shared.map(|limits| {
+            let limits = Arc::clone(limits);
+            SharedPermit { limits, requests: None, tokens: None }
+        });
         // From here on, dropping the permit decrements both counts.
-        let permit =
-            Self { identity: Arc::clone(&identity), registry: Arc::clone(registry), tokens: 0, taken_ns: 0 };
-        let buckets = meters.map(|meter| meter.requests.as_ref());
-        if let Err((at, error)) = take_both(buckets, 1, registry.now_ns()) {
-            let limit = buckets[at].map_or(0, Bucket::limit);
-            return refused(LimitKind::Requests, limit_error(whose[at], "requests", limit, 1, error));
-        }
-        identity.tenant.counters.requests.increment(1);
+        let mut permit = Self { identity, registry: Arc::clone(registry), tokens: 0, taken_ns: 0, shared };
+        permit.take(LimitKind::Requests, 1).await?;
+        permit.identity.tenant.counters.requests.increment(1);
         tracing::debug!(
-            event = "request_admitted", key = identity.name, tenant = %identity.tenant.name,
+            event = "request_admitted", key = permit.identity.name, tenant = %permit.identity.tenant.name,
             "request admitted"
         );
         Ok(permit)
@@ -62,18 +74,48 @@ impl Permit {
     /// Takes the tokens that the request may cost.
     ///
     /// # Errors
-    /// 429 with a `Retry-After`, or without one if the tokens never fit.
-    pub(crate) fn take_tokens(&mut self, tokens: u64) -> Result<(), ApiError> {
-        let whose = ["this API key", "this tenant"];
-        let buckets = [&self.identity.meter, &self.identity.tenant.meter].map(|meter| meter.tokens.as_ref());
-        let now = self.registry.now_ns();
-        if let Err((at, error)) = take_both(buckets, tokens, now) {
-            let limit = buckets[at].map_or(0, Bucket::limit);
-            self.registry.metrics().count_limited(LimitKind::Tokens);
-            return Err(limit_error(whose[at], "tokens", limit, tokens, error));
-        }
-        (self.tokens, self.taken_ns) = (tokens, now);
+    /// As [`Self::begin`], and 429 without a `Retry-After` if the tokens never fit.
+    pub(crate) async fn take_tokens(&mut self, tokens: u64) -> Result<(), ApiError> {
+        self.take(LimitKind::Tokens, tokens).await?;
+        (self.tokens, self.taken_ns) = (tokens, self.registry.now_ns());
         Ok(())
+    }
+
+    /// Takes from the shared limits, or else from this router's. Without shared limits it never waits.
+    async fn take(&mut self, kind: LimitKind, amount: u64) -> Result<(), ApiError> {
+        let meters = [&*self.identity.meter, &*self.identity.tenant.meter];
+        let buckets =
+            meters.map(|meter| if kind == LimitKind::Requests { &meter.requests } else { &meter.tokens });
+        if let Some(shared) = &mut self.shared {
+            match shared.limits.take(meters, kind, amount).await {
+                Ok(take) => {
+                    // The router's own buckets follow, so that they are not full when the server fails.
+                    let now = self.registry.now_ns();
+                    buckets.into_iter().flatten().for_each(|bucket| bucket.debit(amount, now));
+                    let taken =
+                        if kind == LimitKind::Requests { &mut shared.requests } else { &mut shared.tokens };
+                    *taken = Some(take);
+                    return Ok(());
+                }
+                Err(SharedError::Local) => {}
+                Err(SharedError::Limit(at, limit, error)) => {
+                    self.registry.metrics().count_limited(kind);
+                    return Err(limit_error(OWNERS[at], what(kind), limit, amount, error));
+                }
+                Err(SharedError::Concurrent(at)) => return Err(concurrency_error(at, &self.registry)),
+                Err(SharedError::Unavailable) => {
+                    return Err(ApiError::unavailable(
+                        "the shared limits are unavailable",
+                        SHARED_RETRY_AFTER,
+                    ));
+                }
+            }
+        }
+        let buckets = buckets.map(Option::as_ref);
+        take_both(buckets, amount, self.registry.now_ns()).map_err(|(at, error)| {
+            self.registry.metrics().count_limited(kind);
+            limit_error(OWNERS[at], what(kind), buckets[at].map_or(0, Bucket::limit), amount, error)
+        })
     }
 
     /// Returns unused tokens of a request that was sent to no engine.
@@ -83,6 +125,9 @@ impl Permit {
             let now = self.registry.now_ns();
             for meter in [&self.identity.meter, &self.identity.tenant.meter] {
                 meter.tokens.iter().for_each(|bucket| bucket.give_back(tokens, self.taken_ns, now));
+            }
+            if let Some(SharedPermit { limits, tokens: Some(taken), .. }) = &self.shared {
+                limits.give_back(taken, tokens);
             }
         }
     }
@@ -95,6 +140,9 @@ impl Permit {
             let now = self.registry.now_ns();
             for meter in [&self.identity.meter, &self.identity.tenant.meter] {
                 meter.tokens.iter().for_each(|bucket| bucket.debit(more, now));
+            }
+            if let Some(SharedPermit { limits, tokens: Some(taken), .. }) = &self.shared {
+                limits.charge(taken, more);
             }
         }
     }
@@ -112,7 +160,10 @@ impl Permit {
             ["x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"],
             ["x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"],
         ];
-        let levels = [tightest(|meter| &meter.requests), tightest(|meter| &meter.tokens)];
+        let own = [tightest(|meter| &meter.requests), tightest(|meter| &meter.tokens)];
+        let shared =
+            self.shared.as_ref().map_or([None, None], |shared| [&shared.requests, &shared.tokens].map(level));
+        let levels = shared.into_iter().zip(own).map(|(shared, own)| shared.or(own));
         for (names, level) in names.into_iter().zip(levels) {
             let Some(BucketLevel { limit, remaining, reset }) = level else { continue };
             for (name, text) in
@@ -131,6 +182,22 @@ impl Drop for Permit {
         self.identity.meter.exit();
         self.identity.tenant.meter.exit();
     }
+}
+
+/// The level of the shared bucket that leaves less.
+fn level(taken: &Option<SharedTake>) -> Option<BucketLevel> {
+    let (limit, until_full) = taken.as_ref()?.tightest?;
+    Some(BucketLevel::of(limit, until_full))
+}
+
+fn what(kind: LimitKind) -> &'static str {
+    if kind == LimitKind::Tokens { "tokens" } else { "requests" }
+}
+
+fn concurrency_error(owner: usize, registry: &TenantRegistry) -> ApiError {
+    registry.metrics().count_limited(LimitKind::Concurrent);
+    let message = format!("{} has reached its limit of requests in flight", OWNERS[owner]);
+    ApiError::rate_limited(message, CONCURRENCY_RETRY_AFTER)
 }
 
 /// Takes from both or from neither. An error contains the index of the bucket that refused.

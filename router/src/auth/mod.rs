@@ -1,25 +1,27 @@
-//! Authentication and limits: API keys, client certificates, tenants and their limits.
+//! Authentication and limits: API keys, tokens, client certificates, tenants and their limits.
 //!
 //! ```text
 //!  Authorization: Bearer KEY ─┐
-//!  client certificate ────────┴▶ Auth::identify ─▶ Identity ── begin ─▶ Permit ── take_tokens ─▶ the queue
-//!                                      │ 401                     │ 429               │ 429
-//!                                  KeyTable                 Meter of the key, Meter of its tenant
+//!  client certificate ────────┼▶ Auth::identify ─▶ Identity ── begin ─▶ Permit ── take_tokens ─▶ the queue
+//!  Bearer TOKEN ─▶ jwt ───────┘        │ 401                     │ 429               │ 429
+//!                                  KeyTable           Meter of the key, Meter of its tenant, or `shared`
 //! ```
 //!
 //! [`Auth`] is part of a generation. Its table is replaced when the keys file changes. [`TenantRegistry`] outlives
 //! both: a reload refills no bucket and forgets no request in flight, unless the limit itself was changed.
 //!
 //! Invariants:
-//! - Without a known, unexpired key or a named certificate, the router reads only the head of a request.
+//! - Without a known, unexpired key, a valid token or a named certificate, the router reads only the head of a request.
 //! - A limit that refuses has taken nothing from any other limit.
 //! - A client's credentials stay in this module: engines receive the router's own.
 
 pub(crate) mod admin;
 mod bucket;
+mod jwt;
 mod keys;
 mod limits;
 mod salt;
+mod shared;
 mod table;
 
 use std::path::PathBuf;
@@ -31,14 +33,17 @@ use baton_openai::{ApiError, Code};
 use hyper::header::HeaderMap;
 
 use crate::config::file_watch::FileWatch;
-use crate::config::{AuthConfig, ConfigError, Priority};
+use crate::config::{AuthConfig, ConfigError, Priority, RateLimitsConfig};
 use crate::metrics::tenants::{TenantCounters, UnauthorizedReason};
+use crate::tls::TlsError;
 
 use bucket::Meter;
+use jwt::TokenChecker;
 pub use keys::NewKey;
 pub(crate) use keys::{X_API_KEY, bearer, bearer_of_api_key};
 pub(crate) use limits::Permit;
 use salt::SaltKey;
+use shared::SharedLimits;
 use table::KeyTable;
 pub(crate) use table::TenantRegistry;
 
@@ -62,6 +67,20 @@ pub enum AuthError {
     /// The secret for salts is too short.
     #[error("auth.cache_salt_file: the secret must have 16 bytes at least")]
     ShortSecret,
+    /// A file with an issuer's keys cannot be used.
+    #[error("auth.jwt: {file}: {what}", file = .file.display())]
+    KeySet {
+        /// The file.
+        file: PathBuf,
+        /// The problem.
+        what: String,
+    },
+    /// The address of the server of shared limits is invalid, which validation excludes.
+    #[error("auth.shared_limits.url is no address")]
+    StoreAddress,
+    /// Root certificates cannot be used.
+    #[error("auth: {0}")]
+    Roots(#[from] TlsError),
 }
 
 /// The keys of one generation.
@@ -70,11 +89,21 @@ pub(crate) struct Auth {
     config: AuthConfig,
     watch: FileWatch,
     salts: SaltKey,
+    tokens: Option<TokenChecker>,
+    shared: Option<Arc<SharedLimits>>,
 }
 
-/// The key or certificate that authenticated a request.
+/// The credentials of a request.
+pub(crate) enum Credentials {
+    /// A known key or certificate.
+    Known(Arc<Identity>),
+    /// A token, for [`Auth::check`].
+    Token(String),
+}
+
+/// The key, token or certificate that authenticated a request.
 pub(crate) struct Identity {
-    /// Name of the key or the certificate.
+    /// Name of the key or the certificate, or the issuer of the token.
     pub name: String,
     pub tenant: Arc<Tenant>,
     pub priority_max: Priority,
@@ -113,10 +142,13 @@ impl Auth {
             (None, Some(secret)) => SaltKey::derived("cache salt", secret.as_bytes()),
             (None, None) => registry.salts(),
         };
-        Ok(Self { table: ArcSwap::from_pointee(table), config: config.clone(), watch, salts })
+        let tokens = TokenChecker::build(&config.jwt, registry)?;
+        let shared =
+            config.shared_limits.as_ref().map(|shared| registry.shared_limits(shared)).transpose()?;
+        Ok(Self { table: ArcSwap::from_pointee(table), config: config.clone(), watch, salts, tokens, shared })
     }
 
-    /// Authenticates a request.
+    /// Authenticates a request with a key or a certificate. A token needs [`Self::check`] too.
     ///
     /// # Errors
     /// 401, without the reason for which the key was rejected.
@@ -125,13 +157,16 @@ impl Auth {
         headers: &HeaderMap,
         certificate: &[String],
         registry: &TenantRegistry,
-    ) -> Result<Arc<Identity>, ApiError> {
+    ) -> Result<Credentials, ApiError> {
         let table = self.table.load();
         let unknown = |why| {
             registry.metrics().count_unauthorized(why);
             Err(ApiError::unauthorized())
         };
         let found = match keys::bearer(headers) {
+            Some(token) if self.tokens.is_some() && jwt::is_token(token) => {
+                return Ok(Credentials::Token(token.to_owned()));
+            }
             // A key overrides a certificate, because it is more specific.
             Some(token) => table.by_hash.of(token),
             None if headers.contains_key(hyper::header::AUTHORIZATION) => None,
@@ -144,7 +179,30 @@ impl Auth {
         if identity.expires_s.is_some_and(|at| since_1970_s() >= at) {
             return unknown(UnauthorizedReason::Expired);
         }
-        Ok(Arc::clone(identity))
+        Ok(Credentials::Known(Arc::clone(identity)))
+    }
+
+    /// The identity behind credentials.
+    ///
+    /// # Errors
+    /// 401 for a token that is not valid here, 503 for one that cannot be checked now.
+    pub(crate) async fn check(
+        &self,
+        credentials: Credentials,
+        registry: &TenantRegistry,
+    ) -> Result<Arc<Identity>, ApiError> {
+        match (credentials, &self.tokens) {
+            (Credentials::Known(identity), _) => Ok(identity),
+            (Credentials::Token(_), None) => Err(ApiError::unauthorized()),
+            (Credentials::Token(token), Some(tokens)) => {
+                tokens.check(&token, &self.table.load_full(), registry).await
+            }
+        }
+    }
+
+    /// The limits that several routers share.
+    pub(crate) fn shared(&self) -> Option<&Arc<SharedLimits>> {
+        self.shared.as_ref()
     }
 
     /// An identity of this tenant.
@@ -174,6 +232,7 @@ impl Auth {
                 tracing::info!(event = "keys_file_reloaded", keys = table.len(), "keys file reloaded");
                 registry.keep(&table);
                 self.table.store(Arc::new(table));
+                self.tokens.iter().for_each(TokenChecker::forget);
             }
             Err(error) => tracing::error!(
                 event = "keys_file_reload_failed", %error,
@@ -184,6 +243,17 @@ impl Auth {
 }
 
 impl Identity {
+    /// The identity of a token's sender: its tenant has limits, and itself has none.
+    fn of_token(
+        issuer: String,
+        tenant: Arc<Tenant>,
+        priority_max: Priority,
+        models: Option<Vec<String>>,
+    ) -> Self {
+        let meter = Arc::new(Meter::new(&issuer, &RateLimitsConfig::default()));
+        Self { name: issuer, tenant, priority_max, models, expires_s: None, meter }
+    }
+
     /// Whether this identity may use a model. `names` returns whether a configured name means the model.
     pub(crate) fn may_use(&self, names: impl Fn(&str) -> bool) -> bool {
         self.models.as_ref().is_none_or(|models| models.iter().any(|name| names(name)))

@@ -3,17 +3,25 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
+use tokio::runtime::Handle;
+
 use super::bucket::Meter;
+use super::jwt::key_source::KeySource;
 use super::keys::DigestMap;
 use super::salt::SaltKey;
+use super::shared::{SharedLimits, SharedLimitsTerms};
 use super::{AuthError, Identity, Tenant};
 use crate::auth::TenantId;
-use crate::config::{AuthConfig, KeysFile, RateLimitsConfig};
+use crate::config::{AuthConfig, JwtConfig, KeysFile, RateLimitsConfig, SharedLimitsConfig, TenantConfig};
 use crate::message::random;
-use crate::metrics::tenants::TenantMetrics;
+use crate::metrics::tenants::{IssuerMetrics, TenantMetrics};
+use crate::tls::service::ServiceTls;
+
+/// Limit on tenants that only tokens name. It is above that of remembered tokens, so that some can be removed.
+const NAMED_BY_TOKENS_MAX: usize = 20_000;
 
 /// All known keys and certificates.
 #[derive(Default)]
@@ -22,6 +30,8 @@ pub(super) struct KeyTable {
     pub by_certificate: HashMap<String, Arc<Identity>>,
     /// One identity per tenant.
     pub by_tenant: HashMap<Arc<str>, Arc<Identity>>,
+    /// Share and limits of the tenants that the configuration lists.
+    listed: HashMap<String, (u32, RateLimitsConfig)>,
     keys: usize,
     /// The meters of all entries, for [`TenantRegistry::keep`].
     meters: Vec<(String, RateLimitsConfig, Arc<Meter>)>,
@@ -32,6 +42,9 @@ pub(crate) struct TenantRegistry {
     meters: Mutex<HashMap<String, (RateLimitsConfig, Arc<Meter>)>>,
     /// Numbers of all tenants in tables, whether a table is in effect or about to be.
     ids: Mutex<HashMap<Arc<str>, TenantId>>,
+    /// Tenants that only tokens name, with their limits.
+    named_by_tokens: Mutex<HashMap<Arc<str>, (RateLimitsConfig, Arc<Tenant>)>>,
+    services: Services,
     /// Number of the next tenant. None is used twice.
     next_id: AtomicU32,
     started: Instant,
@@ -40,11 +53,29 @@ pub(crate) struct TenantRegistry {
     metrics: Arc<TenantMetrics>,
 }
 
+/// The table of tenants that tokens name is full.
+#[derive(Debug)]
+pub(super) struct TooManyTenants;
+
+/// Tasks and connections that a new configuration with the same terms continues to use.
+struct Services {
+    /// Where their tasks run: `None` outside a runtime, in simulations.
+    runtime: Option<Handle>,
+    key_sources: Mutex<Vec<Weak<KeySource>>>,
+    shared_limits: Mutex<Weak<SharedLimits>>,
+}
+
 impl TenantRegistry {
     pub(crate) fn new(metrics: Arc<TenantMetrics>) -> Self {
         Self {
             meters: Mutex::default(),
             ids: Mutex::default(),
+            named_by_tokens: Mutex::default(),
+            services: Services {
+                runtime: Handle::try_current().ok(),
+                key_sources: Mutex::default(),
+                shared_limits: Mutex::default(),
+            },
             next_id: AtomicU32::new(0),
             started: Instant::now(),
             salts: SaltKey::derived("cache salt", &random::bytes::<32>()),
@@ -70,7 +101,7 @@ impl TenantRegistry {
     fn meter(&self, name: &str, limits: &RateLimitsConfig) -> Arc<Meter> {
         let meters = lock(&self.meters);
         let known = meters.get(name).filter(|(known, _)| known == limits);
-        known.map_or_else(|| Arc::new(Meter::new(limits)), |(_, meter)| Arc::clone(meter))
+        known.map_or_else(|| Arc::new(Meter::new(name, limits)), |(_, meter)| Arc::clone(meter))
     }
 
     /// Called when a table takes effect. Registers the meters of its keys, and removes those of keys that are in
@@ -81,6 +112,75 @@ impl TenantRegistry {
             meters.insert(name.clone(), (limits.clone(), Arc::clone(meter)));
         }
         meters.retain(|_, (_, meter)| Arc::strong_count(meter) > 1);
+    }
+
+    /// A tenant that a token names, with its use of limits.
+    ///
+    /// # Errors
+    /// [`TooManyTenants`]: all of them have requests, remembered tokens, or used a limit within the last minute.
+    pub(super) fn tenant(
+        &self,
+        name: &str,
+        weight: u32,
+        limits: &RateLimitsConfig,
+    ) -> Result<Arc<Tenant>, TooManyTenants> {
+        let mut tenants = lock(&self.named_by_tokens);
+        if let Some((known, tenant)) = tenants.get(name)
+            && (known, tenant.weight) == (limits, weight)
+        {
+            return Ok(Arc::clone(tenant));
+        }
+        if tenants.len() >= NAMED_BY_TOKENS_MAX && !tenants.contains_key(name) {
+            let now = self.now_ns();
+            tenants.retain(|_, (_, tenant)| Arc::strong_count(tenant) > 1 || !tenant.meter.is_unused(now));
+            lock(&self.meters).retain(|_, (_, meter)| Arc::strong_count(meter) > 1);
+            lock(&self.ids).retain(|name, _| Arc::strong_count(name) > 1);
+            if tenants.len() >= NAMED_BY_TOKENS_MAX {
+                return Err(TooManyTenants);
+            }
+        }
+        let meter_name = format!("tenant {name}");
+        let meter = self.meter(&meter_name, limits);
+        lock(&self.meters).insert(meter_name, (limits.clone(), Arc::clone(&meter)));
+        let (shared_name, id) = self.id(name);
+        let counters = self.metrics.tenant(name);
+        let tenant = Arc::new(Tenant { name: Arc::clone(&shared_name), id, weight, meter, counters });
+        tenants.insert(shared_name, (limits.clone(), Arc::clone(&tenant)));
+        Ok(tenant)
+    }
+
+    /// The task that fetches an issuer's keys; the one in use if its terms are the same.
+    pub(super) fn key_source(
+        &self,
+        config: &JwtConfig,
+        tls: Option<ServiceTls>,
+        metrics: IssuerMetrics,
+    ) -> Arc<KeySource> {
+        let mut sources = lock(&self.services.key_sources);
+        sources.retain(|source| source.strong_count() > 0);
+        if let Some(found) = sources.iter().filter_map(Weak::upgrade).find(|source| source.fits(config)) {
+            found.set_tls(tls);
+            return found;
+        }
+        let source = KeySource::fetched(config, tls, metrics, self.services.runtime.as_ref());
+        sources.push(Arc::downgrade(&source));
+        source
+    }
+
+    /// The connection to the server of the shared limits; the one in use if its terms are the same.
+    ///
+    /// # Errors
+    /// [`AuthError`]: a file is invalid.
+    pub(super) fn shared_limits(&self, config: &SharedLimitsConfig) -> Result<Arc<SharedLimits>, AuthError> {
+        let terms = SharedLimitsTerms::read(config)?;
+        let mut known = lock(&self.services.shared_limits);
+        if let Some(found) = known.upgrade().filter(|found| found.fits(&terms)) {
+            return Ok(found);
+        }
+        let metrics = self.metrics.shared.clone();
+        let shared = SharedLimits::start(terms, metrics, self.services.runtime.as_ref());
+        *known = Arc::downgrade(&shared);
+        Ok(shared)
     }
 
     /// The tenant's number. It stays the same for as long as a reference to the tenant's name exists.
@@ -132,7 +232,8 @@ impl KeyTable {
                     counters: registry.metrics.tenant(name),
                 })
             };
-        let mut table = Self::default();
+        let terms = |tenant: &&TenantConfig| (tenant.name.clone(), (tenant.weight, tenant.limits.clone()));
+        let mut table = Self { listed: listed.iter().map(terms).collect(), ..Self::default() };
         let mut names = HashSet::new();
         for key in config.keys.iter().chain(&file.keys) {
             if !names.insert(key.id.as_str()) {
@@ -175,6 +276,11 @@ impl KeyTable {
         }
         table.meters = fresh;
         Ok(table)
+    }
+
+    /// Share and limits of a tenant that the configuration lists.
+    pub(super) fn terms(&self, tenant: &str) -> Option<(u32, &RateLimitsConfig)> {
+        self.listed.get(tenant).map(|(weight, limits)| (*weight, limits))
     }
 
     pub(super) fn len(&self) -> usize {

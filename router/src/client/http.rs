@@ -25,13 +25,15 @@ pub(crate) mod chunked;
 mod connection;
 pub(crate) mod head;
 
-pub(crate) use connection::{BodyError, ClientConnection};
+pub(in crate::client) use connection::BODY_CAPACITY_INITIAL;
+pub(crate) use connection::{ClientConnection, ClientSocket};
 
 use std::time::Duration;
 
 use baton_openai::{ApiError, Code};
 
 use crate::config::RouterConfig;
+use crate::engines::body_budget::BudgetExhausted;
 use crate::message::request_id;
 
 /// Bounds on heads.
@@ -67,6 +69,9 @@ pub(crate) enum HeadError {
     TimedOut,
     #[error("only HTTP/1.1 and HTTP/1.0 are supported")]
     Version,
+    /// The preface of HTTP/2, which is a connection's first request line if it is none of HTTP/1.
+    #[error("HTTP/2 is not supported here")]
+    Http2,
     #[error("this method is not allowed here")]
     Method,
     #[error("only 100-continue can be expected")]
@@ -74,13 +79,13 @@ pub(crate) enum HeadError {
 }
 
 impl HeadError {
-    fn error(self) -> ApiError {
+    pub(super) fn error(self) -> ApiError {
         let code = match self {
             Self::Malformed(_) => Code::MalformedRequest,
             Self::PathTooLong => Code::PathTooLong,
             Self::TooLarge => Code::HeadTooLarge,
             Self::TimedOut => Code::RequestTimeout,
-            Self::Version => Code::HttpVersionNotSupported,
+            Self::Version | Self::Http2 => Code::HttpVersionNotSupported,
             Self::Method => Code::MethodNotAllowed,
             Self::Expectation => Code::ExpectationFailed,
         };
@@ -103,6 +108,25 @@ impl HeadError {
         .into_bytes();
         answer.extend_from_slice(&body);
         answer
+    }
+}
+
+/// Why reading a body failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum BodyError {
+    /// Over the limit.
+    TooLarge,
+    /// The budget of all bodies is exhausted.
+    BudgetExhausted,
+    /// Its framing is broken.
+    Malformed,
+    /// The connection or the stream ended in the middle of it.
+    Ended,
+}
+
+impl From<BudgetExhausted> for BodyError {
+    fn from(BudgetExhausted: BudgetExhausted) -> Self {
+        Self::BudgetExhausted
     }
 }
 

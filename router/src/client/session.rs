@@ -1,22 +1,24 @@
-//! One request of a client: its head, and its response.
+//! One request of a client: its head, its body, and its response.
 //!
-//! pingora's HTTP/1 session reads the head and writes the response's, with its version, date and connection rules.
+//! Over HTTP/1, pingora's session reads the head and writes the response's, with its version, date and connection rules.
 //! The session is dropped after that, because a stream may last for minutes and needs neither. The body is written
-//! here: each piece with its frame in one system call, and the first with the head.
+//! here: each piece with its frame in one system call, and the first with the head. Over HTTP/2 a request is a stream of
+//! its connection ([`Http2Exchange`]).
 //!
 //! ```text
 //!  begin ─▶ head read ─▶ write_head ─▶ send … ─▶ send(last) ─▶ the connection's next request
-//!                └▶ dropped: no response, the connection is closed
+//!                └▶ dropped: no response, the connection is closed (HTTP/2: the stream is reset)
 //! ```
 
 use std::future::poll_fn;
-use std::io::IoSlice;
+use std::io::{self, IoSlice};
 use std::net::SocketAddr;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use bytes::BytesMut;
+use bytes::{Bytes, BytesMut};
 use futures::FutureExt as _;
 use hyper::header::{CONTENT_LENGTH, TRANSFER_ENCODING};
 use hyper::{Method, Version};
@@ -24,27 +26,40 @@ use pingora::http::{RequestHeader, ResponseHeader};
 use pingora::protocols::http::v1::server::HttpSession;
 use tokio::time::Sleep;
 
-use crate::client::http::ClientConnection;
+use crate::client::http::{BodyError, ClientConnection};
+use crate::client::http2::Http2Exchange;
 use crate::client::stream_comments::{DueComment, StreamComments};
+use crate::engines::body_budget::BudgetShare;
 
 /// The largest size in hexadecimal digits, and a line end.
 const SIZE_LINE_BYTES: usize = 18;
 
 /// One request of a client.
 pub(crate) struct Session {
-    connection: ClientConnection,
-    /// Set until the response's head is written.
-    http: Option<Box<HttpSession>>,
+    transport: Transport,
     framing: ResponseFraming,
     /// Maximum time in which the client reads nothing.
     stall: Duration,
     body_bytes: u64,
-    /// Whether the client and the router keep the connection alive.
-    keep_alive: bool,
     /// The whole response was sent.
     is_complete: bool,
     /// Sent while the response waits; `None` if it is not streamed or comments are not configured.
     comments: Option<Box<StreamComments>>,
+}
+
+/// The request's share of its connection.
+enum Transport {
+    Http1(Http1Exchange),
+    Http2(Box<Http2Exchange>),
+}
+
+/// A request that has the connection for itself.
+struct Http1Exchange {
+    connection: ClientConnection,
+    /// Set until the response's head is written.
+    http: Option<Box<HttpSession>>,
+    /// Whether the client and the router keep the connection alive.
+    keep_alive: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,7 +67,7 @@ enum ResponseFraming {
     /// The response has no body, because of `HEAD` or its status.
     None,
     Chunked,
-    /// Unframed: the body ends after the length in the head, or with the connection.
+    /// Unframed: the body ends after the length in the head, or with the connection or stream.
     Plain,
 }
 
@@ -74,35 +89,50 @@ impl Session {
         let mut http = Box::new(HttpSession::new(Box::new(connection.clone())));
         http.set_pipelined_prefix(head);
         http.read_request().await.ok().flatten()?;
+        let exchange = Http1Exchange { connection: connection.clone(), http: Some(http), keep_alive: false };
+        Some(Self::over(Transport::Http1(exchange), stall))
+    }
+
+    /// A request over HTTP/2.
+    pub(crate) fn over_http2(exchange: Box<Http2Exchange>, stall: Duration) -> Self {
+        Self::over(Transport::Http2(exchange), stall)
+    }
+
+    fn over(transport: Transport, stall: Duration) -> Self {
         let framing = ResponseFraming::Plain;
-        Some(Self {
-            connection: connection.clone(),
-            http: Some(http),
-            framing,
-            stall,
-            body_bytes: 0,
-            keep_alive: false,
-            is_complete: false,
-            comments: None,
-        })
+        Self { transport, framing, stall, body_bytes: 0, is_complete: false, comments: None }
     }
 
     /// The head of the request, until the response has begun.
     pub(crate) fn req_header(&self) -> &RequestHeader {
-        self.http.as_ref().expect("no answer has begun").req_header()
+        let head = match &self.transport {
+            Transport::Http1(http1) => http1.http.as_ref().map(|http| http.req_header()),
+            Transport::Http2(http2) => http2.head(),
+        };
+        head.expect("no answer has begun")
     }
 
     pub(crate) fn req_header_mut(&mut self) -> &mut RequestHeader {
-        self.http.as_mut().expect("no answer has begun").req_header_mut()
-    }
-
-    /// The connection of the request.
-    pub(crate) fn connection(&self) -> &ClientConnection {
-        &self.connection
+        let head = match &mut self.transport {
+            Transport::Http1(http1) => http1.http.as_mut().map(|http| http.req_header_mut()),
+            Transport::Http2(http2) => http2.head_mut(),
+        };
+        head.expect("no answer has begun")
     }
 
     pub(crate) fn client_addr(&self) -> SocketAddr {
-        self.connection.peer()
+        match &self.transport {
+            Transport::Http1(http1) => http1.connection.peer(),
+            Transport::Http2(http2) => http2.peer(),
+        }
+    }
+
+    /// The names in the client's certificate; `None` without TLS.
+    pub(crate) fn certificate_names(&self) -> Option<Arc<[String]>> {
+        match &self.transport {
+            Transport::Http1(http1) => http1.connection.certificate_names(),
+            Transport::Http2(http2) => http2.certificate_names(),
+        }
     }
 
     /// Bytes of the response's body that were sent.
@@ -110,24 +140,66 @@ impl Session {
         self.body_bytes
     }
 
-    /// Closes the connection after this response.
+    /// Bytes of the request's body that were read.
+    pub(crate) fn request_bytes(&self) -> u64 {
+        match &self.transport {
+            Transport::Http1(http1) => http1.connection.body_bytes(),
+            Transport::Http2(http2) => http2.body_bytes(),
+        }
+    }
+
+    /// Closes the connection after this response. Over HTTP/2, requests in flight finish before.
     pub(crate) fn close_after(&mut self) {
-        if let Some(http) = &mut self.http {
-            http.set_server_keepalive(None);
+        match &mut self.transport {
+            Transport::Http1(Http1Exchange { http: Some(http), .. }) => http.set_server_keepalive(None),
+            Transport::Http1(_) => {}
+            Transport::Http2(http2) => http2.close_after(),
         }
     }
 
-    /// Whether the connection can be reused: the whole response was sent.
+    /// Whether the connection can be reused for a next request of HTTP/1: the whole response was sent.
     pub(crate) fn is_reusable(&self) -> bool {
-        self.keep_alive && self.is_complete
+        match &self.transport {
+            Transport::Http1(http1) => http1.keep_alive && self.is_complete,
+            Transport::Http2(_) => false,
+        }
     }
 
-    /// Sends `100 Continue` to a client that waits for it.
-    pub(crate) async fn send_continue(&mut self) -> Result<(), ClientGone> {
-        if let Some(http) = &mut self.http {
-            http.write_continue_response().await.map_err(|_| ClientGone)?;
+    /// The length of the request's body, if the client declared it.
+    pub(crate) fn declared(&self) -> Option<u64> {
+        match &self.transport {
+            Transport::Http1(http1) => http1.connection.declared(),
+            Transport::Http2(http2) => http2.declared(),
         }
-        self.send_pieces(&mut [], &mut 0).await.map(drop)
+    }
+
+    /// Reads the whole body, once.
+    ///
+    /// # Errors
+    /// [`BodyError`]. Over HTTP/1 the connection is then unusable.
+    pub(crate) async fn read_body(
+        &mut self,
+        limit_bytes: usize,
+        budget: &mut BudgetShare<'_>,
+    ) -> Result<Bytes, BodyError> {
+        match &mut self.transport {
+            Transport::Http1(http1) => http1.connection.body(limit_bytes, budget).await,
+            Transport::Http2(http2) => http2.body(limit_bytes, budget).await,
+        }
+    }
+
+    /// Sends `100 Continue` if the client waits for it.
+    pub(crate) async fn send_continue(&mut self) -> Result<(), ClientGone> {
+        match &mut self.transport {
+            Transport::Http1(http1) if http1.connection.expects_continue() => {
+                if let Some(http) = &mut http1.http {
+                    http.write_continue_response().await.map_err(|_| ClientGone)?;
+                }
+                self.send_pieces(&mut [], &mut 0, BodyPiece::Inner).await.map(drop)
+            }
+            Transport::Http1(_) => Ok(()),
+            Transport::Http2(http2) => http2.send_continue().map_err(|_| ClientGone),
+        }
     }
 
     /// Sends comments while the response waits. The first one begins the response.
@@ -144,42 +216,34 @@ impl Session {
 
     /// Whether the response has begun.
     pub(crate) fn has_begun(&self) -> bool {
-        self.http.is_none()
+        match &self.transport {
+            Transport::Http1(http1) => http1.http.is_none(),
+            Transport::Http2(http2) => http2.head().is_none(),
+        }
     }
 
     /// Begins the response, unless a comment has begun it. The head is sent with the first bytes of its body.
     pub(crate) async fn write_head(
         &mut self,
-        mut head: ResponseHeader,
+        head: ResponseHeader,
         length: ResponseLength,
     ) -> Result<(), ClientGone> {
-        let Some(mut http) = self.http.take() else {
+        if self.has_begun() {
             return self.comments.as_ref().map(drop).ok_or(ClientGone);
-        };
-        // The rest of an unread body would be parsed as the next request.
-        if self.connection.is_unread() {
-            http.set_server_keepalive(None);
         }
-        let request = http.req_header();
-        let bare = matches!(head.status.as_u16(), 204 | 304);
-        let length_header = match length {
-            _ if bare => Ok(()),
-            ResponseLength::Known(bytes) => head.insert_header(CONTENT_LENGTH, bytes),
-            ResponseLength::Unknown if request.version == Version::HTTP_11 => {
-                self.framing = ResponseFraming::Chunked;
-                head.insert_header(TRANSFER_ENCODING, "chunked")
+        self.framing = match &mut self.transport {
+            Transport::Http1(http1) => http1.write_head(head, length).await?,
+            Transport::Http2(http2) => {
+                let length = match length {
+                    ResponseLength::Known(bytes) => Some(bytes),
+                    ResponseLength::Unknown => None,
+                };
+                match http2.write_head(head, length).map_err(|_| ClientGone)? {
+                    true => ResponseFraming::Plain,
+                    false => ResponseFraming::None,
+                }
             }
-            ResponseLength::Unknown => Ok(()),
         };
-        if bare || request.method == Method::HEAD {
-            self.framing = ResponseFraming::None;
-        }
-        if length == ResponseLength::Unknown && self.framing == ResponseFraming::Plain {
-            http.set_server_keepalive(None);
-        }
-        length_header.map_err(|_| ClientGone)?;
-        http.write_response_header(Box::new(head)).await.map_err(|_| ClientGone)?;
-        self.keep_alive = http.will_keepalive();
         Ok(())
     }
 
@@ -202,7 +266,7 @@ impl Session {
         };
         let mut pieces = [size, data, end].map(IoSlice::new);
         let mut sent = 0;
-        let waited = self.send_pieces(&mut pieces, &mut sent).await;
+        let waited = self.send_pieces(&mut pieces, &mut sent, piece).await;
         self.body_bytes += sent.saturating_sub(size.len()).min(data.len()) as u64;
         if let Some(comments) = &mut self.comments {
             comments.sent();
@@ -213,15 +277,17 @@ impl Session {
 
     /// Sends the unsent bytes and `pieces`, and counts the sent bytes of `pieces`. Returns whether it had to wait.
     async fn send_pieces(
-        &self,
+        &mut self,
         mut pieces: &mut [IoSlice<'_>],
         sent: &mut usize,
+        place: BodyPiece,
     ) -> Result<bool, ClientGone> {
+        let Self { transport, stall, .. } = self;
         // Nearly always the socket has capacity, and no timer is needed.
         let (mut stalled, mut waited): (Option<Pin<Box<Sleep>>>, _) = (None, false);
         poll_fn(|context| {
             loop {
-                match self.connection.poll_send(context, pieces) {
+                match transport.poll_send(context, pieces, place) {
                     Poll::Ready(Ok(0)) => return Poll::Ready(Ok(waited)),
                     Poll::Ready(Ok(out)) => {
                         // The client reads, however slowly.
@@ -232,7 +298,7 @@ impl Session {
                     Poll::Ready(Err(_)) => return Poll::Ready(Err(ClientGone)),
                     Poll::Pending => {
                         waited = true;
-                        let stalled = stalled.get_or_insert_with(|| Box::pin(tokio::time::sleep(self.stall)));
+                        let stalled = stalled.get_or_insert_with(|| Box::pin(tokio::time::sleep(*stall)));
                         return stalled.as_mut().poll(context).map(|()| Err(ClientGone));
                     }
                 }
@@ -243,7 +309,11 @@ impl Session {
 
     /// Ready once the client has disconnected. Until then it sends the comments that are due.
     pub(crate) fn poll_gone(&mut self, context: &mut Context<'_>) -> Poll<()> {
-        if self.connection.poll_gone(context).is_ready() {
+        let gone = match &mut self.transport {
+            Transport::Http1(http1) => http1.connection.poll_gone(context),
+            Transport::Http2(http2) => http2.poll_gone(context),
+        };
+        if gone.is_ready() {
             return Poll::Ready(());
         }
         self.poll_comments(context)
@@ -257,7 +327,7 @@ impl Session {
             result = result.and_then(|()| self.queue_comment(due));
         }
         if result.is_ok() && comments.is_sending() {
-            match self.connection.poll_send(context, &[]) {
+            match self.transport.poll_send(context, &[], BodyPiece::Inner) {
                 Poll::Ready(Ok(_)) => comments.sent(),
                 Poll::Ready(Err(_)) => result = Err(ClientGone),
                 Poll::Pending => {}
@@ -276,13 +346,72 @@ impl Session {
         let mut size = [0; SIZE_LINE_BYTES];
         match self.framing {
             ResponseFraming::None => {}
-            ResponseFraming::Plain => self.connection.queue(&[line]),
+            ResponseFraming::Plain => self.transport.queue(&[line]),
             ResponseFraming::Chunked => {
-                self.connection.queue(&[size_line(line.len(), &mut size), line, b"\r\n"]);
+                self.transport.queue(&[size_line(line.len(), &mut size), line, b"\r\n"]);
             }
         }
         self.body_bytes += line.len() as u64;
         Ok(())
+    }
+}
+
+impl Transport {
+    /// Sends the unsent bytes and then `pieces`. Returns how many bytes of `pieces` were sent.
+    fn poll_send(
+        &mut self,
+        context: &mut Context<'_>,
+        pieces: &[IoSlice<'_>],
+        place: BodyPiece,
+    ) -> Poll<io::Result<usize>> {
+        match self {
+            Self::Http1(http1) => http1.connection.poll_send(context, pieces),
+            Self::Http2(http2) => http2.poll_send(context, pieces, place == BodyPiece::Last),
+        }
+    }
+
+    /// Adds bytes to the unsent ones.
+    fn queue(&mut self, pieces: &[&[u8]]) {
+        match self {
+            Self::Http1(http1) => http1.connection.queue(pieces),
+            Self::Http2(http2) => http2.queue(pieces),
+        }
+    }
+}
+
+impl Http1Exchange {
+    async fn write_head(
+        &mut self,
+        mut head: ResponseHeader,
+        length: ResponseLength,
+    ) -> Result<ResponseFraming, ClientGone> {
+        let mut http = self.http.take().ok_or(ClientGone)?;
+        // The rest of an unread body would be parsed as the next request.
+        if self.connection.is_unread() {
+            http.set_server_keepalive(None);
+        }
+        let mut framing = ResponseFraming::Plain;
+        let request = http.req_header();
+        let bare = matches!(head.status.as_u16(), 204 | 304);
+        let length_header = match length {
+            _ if bare => Ok(()),
+            ResponseLength::Known(bytes) => head.insert_header(CONTENT_LENGTH, bytes),
+            ResponseLength::Unknown if request.version == Version::HTTP_11 => {
+                framing = ResponseFraming::Chunked;
+                head.insert_header(TRANSFER_ENCODING, "chunked")
+            }
+            ResponseLength::Unknown => Ok(()),
+        };
+        if bare || request.method == Method::HEAD {
+            framing = ResponseFraming::None;
+        }
+        if length == ResponseLength::Unknown && framing == ResponseFraming::Plain {
+            http.set_server_keepalive(None);
+        }
+        length_header.map_err(|_| ClientGone)?;
+        http.write_response_header(Box::new(head)).await.map_err(|_| ClientGone)?;
+        self.keep_alive = http.will_keepalive();
+        Ok(framing)
     }
 }
 

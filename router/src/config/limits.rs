@@ -24,6 +24,10 @@ pub struct LimitsConfig {
     /// default 16,384.
     #[garde(range(min = 1, max = 1_000_000))]
     pub connections: usize,
+    /// Concurrent requests of one HTTP/2 connection. Further streams are refused (`REFUSED_STREAM`), and
+    /// clients wait or repeat them. 1 to 10,000; default 256.
+    #[garde(range(min = 1, max = 10_000))]
+    pub streams: u32,
     /// Concurrent requests; more get 429 with `Retry-After`. 1 to 1,000,000; default 8,192.
     #[garde(range(min = 1, max = 1_000_000))]
     pub in_flight: usize,
@@ -40,6 +44,7 @@ impl Default for LimitsConfig {
             body_bytes_total: 1 << 30,
             head_bytes: 32 << 10,
             connections: 16_384,
+            streams: 256,
             in_flight: 8_192,
             settlements: 4_096,
         }

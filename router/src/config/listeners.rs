@@ -14,7 +14,18 @@ use super::{Priority, address};
 /// Every origin of pages.
 const ANY_ORIGIN: &str = "*";
 
-/// TLS 1.2 and 1.3 on a listener, with HTTP/1.1 inside.
+/// Whether clients may use HTTP/2.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ClientHttp2 {
+    /// HTTP/2 for clients that begin with its preface, or choose it in the TLS handshake.
+    #[default]
+    Auto,
+    /// Only HTTP/1.
+    Off,
+}
+
+/// TLS 1.2 and 1.3 on a listener.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields)]
 pub struct ListenTlsConfig {

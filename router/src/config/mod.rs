@@ -32,9 +32,12 @@ pub use health::{
     ActiveConfig, AllOut, BreakerConfig, HealthConfig, OutlierConfig, Ready, ReportedLoadConfig,
 };
 pub use limits::{LimitsConfig, Priority, PriorityWeights, QueueConfig};
-pub use listeners::{AdminConfig, ClientAuth, CorsConfig, EngineTlsConfig, ListenTlsConfig, PickerConfig};
+pub use listeners::{
+    AdminConfig, ClientAuth, ClientHttp2, CorsConfig, EngineTlsConfig, ListenTlsConfig, PickerConfig,
+};
 pub use models::{
-    CapacityConfig, DisaggregateConfig, Fallback, MessagesMode, ModelConfig, PoolConfig, ProtocolSetting,
+    CapacityConfig, DisaggregateConfig, EngineHttp2, Fallback, MessagesMode, ModelConfig, PoolConfig,
+    ProtocolSetting,
 };
 pub use observe::{AccessLogConfig, ExplainConfig, OtlpConfig, TelemetryConfig};
 pub use policy::{
@@ -44,13 +47,17 @@ pub use policy::{
 pub use read::named_file::NamedFile;
 pub use reload::ReloadConfig;
 pub use secret::{MASK, Secret};
+pub use tenants::jwt::{JwtAlgorithm, JwtConfig};
+pub use tenants::shared_limits::{OnStoreFailure, SharedLimitsConfig};
 pub use tenants::{AuthConfig, CertificateConfig, KeyConfig, KeysFile, RateLimitsConfig, TenantConfig};
 pub(crate) use timeouts::RequestTimeouts;
 pub use timeouts::{AttemptsConfig, ModelTimeouts, RetriesConfig, TimeoutsConfig};
 pub use url::{EngineUrl, UrlError};
 
+pub(crate) use tenants::jwt::key_url;
 #[cfg(test)]
 pub(crate) use tenants::moment;
+pub(crate) use tenants::shared_limits::StoreAddress;
 
 mod address;
 mod caches;
@@ -84,6 +91,11 @@ pub struct RouterConfig {
     #[serde(default)]
     #[garde(dive)]
     pub listen_tls: Option<ListenTlsConfig>,
+    /// Whether clients may use HTTP/2: with prior knowledge, or with TLS by ALPN. HTTP/1.1 stays possible.
+    /// Default `auto`.
+    #[serde(default)]
+    #[garde(skip)]
+    pub http2: ClientHttp2,
     /// Load balancers and proxies before the router, as networks (`10.0.0.0/8`) or addresses. For a
     /// connection from one of them, the client is the rightmost address of `X-Forwarded-For` that is not in
     /// this list. The router logs this address and distinguishes clients by it if they have no other

@@ -34,6 +34,10 @@ pub struct ModelConfig {
     #[serde(default)]
     #[garde(skip)]
     pub protocol: ProtocolSetting,
+    /// HTTP/2 to the model's engines. Default `auto`.
+    #[serde(default)]
+    #[garde(skip)]
+    pub http2: EngineHttp2,
     /// What happens if no prefill engine is available. SGLang's prefill and decode engines serve no request
     /// alone, so there it is `none` whatever the value. Default `aggregate`.
     #[serde(default)]
@@ -125,6 +129,19 @@ pub struct BidirectionalKvConfig {
 
 fn idle_ms() -> u64 {
     60_000
+}
+
+/// HTTP/2 between the router and a model's engines.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum EngineHttp2 {
+    /// Where an `https` engine chooses it, by ALPN. HTTP/1.1 to `http` engines.
+    #[default]
+    Auto,
+    /// HTTP/1.1 only.
+    Off,
+    /// HTTP/2 only: without negotiation to `http` engines, by ALPN to `https` engines.
+    On,
 }
 
 /// What happens if no prefill engine is available.

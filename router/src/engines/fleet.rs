@@ -209,6 +209,7 @@ mod tests {
             secret: None,
             api_key: None,
             tls: None,
+            http2: Default::default(),
             health: state::tests::TERMS,
             release: ReleaseMode::default(),
             protocol: ProtocolTerms::default(),

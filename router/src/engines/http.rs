@@ -1,7 +1,8 @@
 //! An engine from the router's view: an address, a load, and a small pool of idle connections.
 //!
 //! A connection returns to the pool only when a whole reply was read from it. In every other case its `Drop` cuts
-//! the socket. The engine then sees at once that the reply is no longer needed.
+//! the socket. The engine then sees at once that the reply is no longer needed. Requests over HTTP/2 share connections,
+//! and `Drop` resets the stream of one.
 
 mod activity;
 mod addresses;
@@ -19,18 +20,18 @@ mod model_cards;
 mod reply;
 mod reply_head;
 mod request;
-mod transport;
 mod usage_option;
 mod verbs;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use arc_swap::{ArcSwap, ArcSwapOption};
 use baton_connector::Time;
 use hyper::header::HeaderValue;
+use tokio::sync::Semaphore;
 
 use crate::config::{EngineUrl, ReleaseMode};
 use crate::engines::caches::{CacheIds, KnownCaches};
@@ -98,9 +99,37 @@ struct Connections {
     addresses: Addresses,
     terms: ArcSwap<ConnectionTerms>,
     idle: IdleConnections,
+    http2: Http2Support,
     activity: Arc<EngineActivity>,
     /// Where the engine answers verbs and snapshot queries, if not at its own address.
     control: ArcSwapOption<ControlAddress>,
+}
+
+/// Concurrent dials of requests that find all HTTP/2 connections of an engine full. One dial serves many requests. Several
+/// shorten the wait where an engine allows few streams.
+const HTTP2_DIALS_MAX: usize = 4;
+
+/// Whether the engine speaks HTTP/2, and the turns of new connections to it.
+struct Http2Support {
+    is_spoken: AtomicBool,
+    dials: Semaphore,
+}
+
+impl Default for Http2Support {
+    fn default() -> Self {
+        Self { is_spoken: AtomicBool::default(), dials: Semaphore::new(HTTP2_DIALS_MAX) }
+    }
+}
+
+impl Http2Support {
+    /// Whether the last new connection was one of HTTP/2.
+    fn is_spoken(&self) -> bool {
+        self.is_spoken.load(Ordering::Relaxed)
+    }
+
+    fn learn(&self, is_spoken: bool) {
+        self.is_spoken.store(is_spoken, Ordering::Relaxed);
+    }
 }
 
 /// The structures that are notified when an engine changes.
@@ -139,6 +168,16 @@ pub(crate) enum CallError {
     BudgetExhausted,
 }
 
+impl CallError {
+    /// A request that its engine has not begun never reached it.
+    fn of(error: ConnectionError) -> Self {
+        match error {
+            ConnectionError::GoingAway | ConnectionError::Refused => Self::NotConnected,
+            error => Self::Broken(error),
+        }
+    }
+}
+
 impl Engine {
     /// Number of cache ids reserved per engine.
     pub(crate) const HOLDERS: u32 = RANKS_MAX as u32;
@@ -164,6 +203,7 @@ impl Engine {
                 addresses: Addresses::new(url.host(), url.port()),
                 terms: ArcSwap::from_pointee(terms),
                 idle: IdleConnections::default(),
+                http2: Http2Support::default(),
                 activity: Arc::default(),
                 control: ArcSwapOption::new(control),
             },
@@ -185,6 +225,10 @@ impl Engine {
     pub(crate) fn set_terms(&self, terms: ConnectionTerms) {
         let health = terms.health;
         self.set_control(terms.control.as_ref().map(|control| &control.url));
+        if self.connections.terms.load().http2 != terms.http2 {
+            self.connections.idle.clear();
+            self.connections.http2.learn(false);
+        }
         self.connections.terms.store(Arc::new(terms));
         // The drain key and the check interval may have changed.
         self.health.change(&self.address.authority, &health, |_, _| ());

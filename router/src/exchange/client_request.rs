@@ -318,20 +318,17 @@ pub(crate) async fn read_body(
     mut share: BudgetShare<'_>,
     within: Duration,
 ) -> Result<Bytes, RequestError> {
-    let connection = session.connection().clone();
     is_json(&session.req_header().headers)?;
-    if connection.declared().is_some_and(|bytes| bytes > limit_bytes as u64) {
+    if session.declared().is_some_and(|bytes| bytes > limit_bytes as u64) {
         return Err(ApiError::payload_too_large(limit_bytes).into());
     }
     let exhausted = || ApiError::overloaded("the router is busy with other large requests", RETRY_AFTER);
     // A body that does not fit the budget is not requested.
-    if !share.fits(connection.declared().unwrap_or(0)) {
+    if !share.fits(session.declared().unwrap_or(0)) {
         return Err(exhausted().into());
     }
-    if connection.expects_continue() {
-        session.send_continue().await.map_err(|ClientGone| RequestError::ClientGone)?;
-    }
-    match tokio::time::timeout(within, connection.body(limit_bytes, &mut share)).await {
+    session.send_continue().await.map_err(|ClientGone| RequestError::ClientGone)?;
+    match tokio::time::timeout(within, session.read_body(limit_bytes, &mut share)).await {
         Ok(Ok(body)) => Ok(body),
         Ok(Err(BodyError::TooLarge)) => Err(ApiError::payload_too_large(limit_bytes).into()),
         Ok(Err(BodyError::BudgetExhausted)) => Err(exhausted().into()),

@@ -118,7 +118,7 @@ async fn send_probe(engine: Arc<Engine>, within: Duration) -> ProbeResult {
         let connection = match engine.dial(within).await {
             Ok(connection) => connection,
             Err(DialError::OutOfResources(_)) => return ProbeResult::NotSent,
-            Err(DialError::Refused | DialError::Unanswered) => {
+            Err(DialError::Refused | DialError::Unanswered | DialError::NoHttp2) => {
                 return ProbeResult::Unreachable(FailureKind::Unreachable);
             }
             Err(DialError::Unresolved) => return ProbeResult::Unreachable(FailureKind::Unresolved),

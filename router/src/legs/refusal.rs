@@ -150,6 +150,7 @@ impl EngineError<'_> {
             retry_after: None,
             should_retry: None,
             allowed: None,
+            challenge: None,
         }
     }
 }

@@ -56,6 +56,7 @@ impl LogLimiter {
 pub(crate) struct EngineLogLimiters {
     pub attempt_failed: LogLimiter,
     pub endpoint_unsupported: LogLimiter,
+    pub http2_missing: LogLimiter,
     pub response_undecodable: LogLimiter,
     pub settlement_attempt_failed: LogLimiter,
     pub sockets_exhausted: LogLimiter,

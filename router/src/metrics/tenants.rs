@@ -1,12 +1,15 @@
-//! Metrics of keys and tenants: accepted and refused requests, tokens.
+//! Metrics of keys, tokens and tenants: accepted and refused requests, tokens, shared limits.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::registry::{Counter, Registry, families};
+use super::registry::{Counter, Gauge, Histogram, Registry, families};
 
 /// Limit on tenants with their own label: each label value is a time series in the monitoring system.
 const TENANTS_MAX: usize = 100;
+
+/// Seconds: a server in the same host to the longest timeout.
+const SECONDS: &[f64] = &[0.0001, 0.0003, 0.001, 0.003, 0.01, 0.02, 0.03, 0.1, 0.3, 1.0];
 
 families! {
     counter REQUESTS("baton_router_tenant_requests_total", ["tenant"]):
@@ -16,8 +19,27 @@ families! {
          `completion` (events, if a stream ended before its usage).";
     counter LIMITED("baton_router_rate_limited_total", ["limit"]):
         "Requests refused by a limit of a key or tenant.";
-    counter UNKNOWN("baton_router_unauthorized_total", ["reason"]): "Requests refused with 401.";
+    counter UNKNOWN("baton_router_unauthorized_total", ["reason"]):
+        "Requests refused with 401: no key (`missing`), an `unknown` or `expired` one, or a token: `token_malformed`, \
+         `token_issuer`, `token_audience`, `token_algorithm`, `token_key_id`, `token_signature`, `token_expired`, \
+         `token_not_yet_valid`, `token_claims`.";
     counter RELOADS("baton_router_keys_reloads_total", ["result"]): "Reloads of the keys file.";
+    counter TOKEN_CHECKS("baton_router_jwt_checks_total", ["result"]):
+        "Checks of tokens (JWT). `cached`: accepted without a check of the signature. `verified`: accepted after it. \
+         `no_keys`, `busy`: refused with 503 without the issuer's keys, or beyond the bound of checks. `refused`: 401.";
+    counter KEY_FETCHES("baton_router_jwks_fetches_total", ["issuer", "result"]):
+        "Fetches of an issuer's keys (JWKS): `ok` or `failed`.";
+    gauge ISSUER_KEYS("baton_router_jwks_keys", ["issuer"]):
+        "Usable keys of an issuer. 0: its tokens are refused with 503.";
+    histogram SHARED_SECONDS("baton_router_shared_limits_seconds", [], SECONDS):
+        "Time of questions to the server of the shared limits, for all results.";
+    counter SHARED("baton_router_shared_limits_total", ["result"]):
+        "Questions of requests to the server of the shared limits. `unavailable`: not sent, because the server is known \
+         not to answer. With `timeout`, `error` and `unavailable`, `on_failure` decides.";
+    counter CORRECTIONS("baton_router_shared_limits_corrections_total", ["result"]):
+        "Corrections sent after a request's end: `sent`, `failed`, or `dropped` because the queue was full.";
+    gauge SHARED_UP("baton_router_shared_limits_up", []):
+        "1 while requests ask the server of the shared limits, otherwise 0.";
 }
 
 /// The limit that refused a request.
@@ -28,15 +50,127 @@ pub(crate) enum LimitKind {
     Concurrent,
 }
 
-/// Why a client is not authenticated.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum UnauthorizedReason {
-    /// Neither a key nor a configured certificate.
-    Missing,
-    /// An unknown key.
-    Key,
-    /// An expired key.
-    Expired,
+baton_connector::labelled! {
+    /// Why a client is not authenticated.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(crate) enum UnauthorizedReason {
+        /// Neither a key nor a configured certificate.
+        Missing => "missing",
+        /// An unknown key.
+        Key => "unknown",
+        /// An expired key.
+        Expired => "expired",
+        /// A token that cannot be read, or is too long.
+        TokenMalformed => "token_malformed",
+        /// A token of an issuer that is not configured.
+        TokenIssuer => "token_issuer",
+        /// A token for another audience.
+        TokenAudience => "token_audience",
+        /// A token whose algorithm is not that of the key, or is not accepted.
+        TokenAlgorithm => "token_algorithm",
+        /// A token whose key the issuer does not have.
+        TokenKeyId => "token_key_id",
+        /// A token with a wrong signature.
+        TokenSignature => "token_signature",
+        /// An expired token.
+        TokenExpired => "token_expired",
+        /// A token whose `nbf` is in the future.
+        TokenNotYetValid => "token_not_yet_valid",
+        /// A token without a tenant, or with invalid claims.
+        TokenClaims => "token_claims",
+    }
+}
+
+baton_connector::labelled! {
+    /// The result of the check of a token.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(crate) enum TokenCheckResult {
+        /// Accepted without a check of the signature.
+        Cached => "cached",
+        /// Accepted after a check of the signature.
+        Verified => "verified",
+        /// 401.
+        Refused => "refused",
+        /// 503: the issuer's keys are unavailable.
+        NoKeys => "no_keys",
+        /// 503: too many checks at once, or too many tenants.
+        Busy => "busy",
+    }
+}
+
+baton_connector::labelled! {
+    /// The result of a question to the server of the shared limits.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(crate) enum SharedResult {
+        /// Within the limits.
+        Taken => "taken",
+        /// Beyond a limit.
+        Refused => "refused",
+        /// No answer in time.
+        Timeout => "timeout",
+        /// The connection broke, or the answer was an error.
+        Error => "error",
+        /// Not sent.
+        Unavailable => "unavailable",
+    }
+}
+
+baton_connector::labelled! {
+    /// The result of a correction.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(crate) enum CorrectionResult {
+        /// The server has it.
+        Sent => "sent",
+        /// The server did not confirm it.
+        Failed => "failed",
+        /// The queue was full.
+        Dropped => "dropped",
+    }
+}
+
+/// The metrics of one issuer of tokens.
+#[derive(Clone)]
+pub(crate) struct IssuerMetrics {
+    fetches: [Counter; 2],
+    /// Usable keys.
+    pub keys: Gauge,
+}
+
+impl IssuerMetrics {
+    pub(crate) fn count_fetch(&self, fine: bool) {
+        self.fetches[usize::from(!fine)].increment(1);
+    }
+}
+
+/// The metrics of the shared limits.
+#[derive(Clone)]
+pub(crate) struct SharedLimitsMetrics {
+    results: [Counter; SharedResult::ALL.len()],
+    corrections: [Counter; CorrectionResult::ALL.len()],
+    /// Time of questions.
+    pub seconds: Histogram,
+    /// 1 while requests ask the server.
+    pub up: Gauge,
+}
+
+impl SharedLimitsMetrics {
+    fn new(registry: &Registry) -> Self {
+        Self {
+            results: SharedResult::ALL.map(|result| registry.counter(&SHARED, &[result.label()])),
+            corrections: CorrectionResult::ALL
+                .map(|result| registry.counter(&CORRECTIONS, &[result.label()])),
+            seconds: registry.histogram(&SHARED_SECONDS, &[]),
+            up: registry.gauge(&SHARED_UP, &[]),
+        }
+    }
+
+    pub(crate) fn count(&self, result: SharedResult) {
+        self.results[result as usize].increment(1);
+    }
+
+    pub(crate) fn count_correction(&self, result: CorrectionResult) {
+        self.corrections[result as usize].increment(1);
+    }
 }
 
 /// The counters of a tenant.
@@ -62,8 +196,10 @@ pub(crate) struct TenantMetrics {
     registry: Arc<Registry>,
     tenants: Mutex<HashMap<String, TenantCounters>>,
     limited: [Counter; 3],
-    unknown: [Counter; 3],
+    unknown: [Counter; UnauthorizedReason::ALL.len()],
+    token_checks: [Counter; TokenCheckResult::ALL.len()],
     reloads: [Counter; 2],
+    pub shared: SharedLimitsMetrics,
 }
 
 impl TenantMetrics {
@@ -72,9 +208,24 @@ impl TenantMetrics {
             registry: Arc::clone(registry),
             tenants: Mutex::default(),
             limited: ["requests", "tokens", "concurrent"].map(|limit| registry.counter(&LIMITED, &[limit])),
-            unknown: ["missing", "unknown", "expired"].map(|reason| registry.counter(&UNKNOWN, &[reason])),
+            unknown: UnauthorizedReason::ALL.map(|reason| registry.counter(&UNKNOWN, &[reason.label()])),
+            token_checks: TokenCheckResult::ALL
+                .map(|result| registry.counter(&TOKEN_CHECKS, &[result.label()])),
             reloads: ["ok", "failed"].map(|result| registry.counter(&RELOADS, &[result])),
+            shared: SharedLimitsMetrics::new(registry),
         }
+    }
+
+    /// The metrics of an issuer of tokens.
+    pub(crate) fn issuer(&self, name: &str) -> IssuerMetrics {
+        IssuerMetrics {
+            fetches: ["ok", "failed"].map(|result| self.registry.counter(&KEY_FETCHES, &[name, result])),
+            keys: self.registry.gauge(&ISSUER_KEYS, &[name]),
+        }
+    }
+
+    pub(crate) fn count_token_check(&self, result: TokenCheckResult) {
+        self.token_checks[result as usize].increment(1);
     }
 
     /// The counters of a tenant.

@@ -7,8 +7,9 @@ use std::time::SystemTime;
 
 use baton_connector::exchange::{Outcome, Phase, Timeline};
 use baton_connector::{RequestId, Time};
-use hyper::Method;
-use hyper::header::{HeaderMap, HeaderValue, USER_AGENT};
+use hyper::header::{HeaderValue, USER_AGENT};
+use hyper::http::request::Parts;
+use hyper::{Method, Version};
 
 use crate::engines::http::Engine;
 use crate::message::trace_context::TraceContext;
@@ -23,6 +24,8 @@ const TEXT_BYTES_MAX: usize = 256;
 #[derive(Debug)]
 pub(crate) struct LoggedHead {
     pub method: Method,
+    /// The protocol of the client's connection.
+    pub version: Version,
     /// Without the query, cut at [`TEXT_BYTES_MAX`].
     pub path: Box<str>,
     /// Cut at [`TEXT_BYTES_MAX`]; invalid UTF-8 is replaced.
@@ -32,10 +35,12 @@ pub(crate) struct LoggedHead {
 }
 
 impl LoggedHead {
-    pub(crate) fn of(method: &Method, path: &str, headers: &HeaderMap, client: Option<IpAddr>) -> Self {
-        let agent = headers.get(USER_AGENT).map(HeaderValue::as_bytes);
+    pub(crate) fn of(head: &Parts, client: Option<IpAddr>) -> Self {
+        let agent = head.headers.get(USER_AGENT).map(HeaderValue::as_bytes);
+        let path = head.uri.path();
         Self {
-            method: method.clone(),
+            method: head.method.clone(),
+            version: head.version,
             path: path[..path.floor_char_boundary(TEXT_BYTES_MAX)].into(),
             user_agent: agent.map(cut),
             client,
@@ -108,9 +113,9 @@ mod tests {
     #[test]
     fn a_user_agent_is_cut_between_characters() {
         let agent = |text: &[u8]| {
-            let headers =
-                [(USER_AGENT, HeaderValue::from_bytes(text).expect("a value"))].into_iter().collect();
-            LoggedHead::of(&Method::POST, "/", &headers, None).user_agent.expect("an agent")
+            let value = HeaderValue::from_bytes(text).expect("a value");
+            let request = hyper::Request::builder().header(USER_AGENT, value).body(()).expect("a request");
+            LoggedHead::of(&request.into_parts().0, None).user_agent.expect("an agent")
         };
         for (character, ascii) in [("é", 1), ("数", 1), ("数", 2), ("🙂", 1), ("🙂", 2), ("🙂", 3)] {
             let text = "a".repeat(ascii) + &character.repeat(TEXT_BYTES_MAX);

@@ -78,7 +78,11 @@ impl PickRequest {
     ///
     /// # Errors
     /// The client's error, before any byte of the body is held.
-    pub(super) fn begin(shared: &Arc<Shared>, head: PickHead, gateway: IpAddr) -> Result<Self, ApiError> {
+    pub(super) async fn begin(
+        shared: &Arc<Shared>,
+        head: PickHead,
+        gateway: IpAddr,
+    ) -> Result<Self, ApiError> {
         let generation = shared.generation();
         let target = match Route::of(&head.method, &head.path)? {
             Route::Ask(dialect) => {
@@ -99,14 +103,15 @@ impl PickRequest {
         let permit = match &generation.auth {
             None => None,
             Some(auth) => {
-                let identity = match auth::bearer_of_api_key(&head.headers) {
-                    None => auth.identify(&head.headers, &[], &shared.limits.tenants)?,
+                let tenants = &shared.limits.tenants;
+                let credentials = match auth::bearer_of_api_key(&head.headers) {
+                    None => auth.identify(&head.headers, &[], tenants)?,
                     Some(bearer) => {
-                        let headers = HeaderMap::from_iter([(AUTHORIZATION, bearer)]);
-                        auth.identify(&headers, &[], &shared.limits.tenants)?
+                        auth.identify(&HeaderMap::from_iter([(AUTHORIZATION, bearer)]), &[], tenants)?
                     }
                 };
-                Some(Permit::begin(identity, &shared.limits.tenants)?)
+                let identity = auth.check(credentials, tenants).await?;
+                Some(Permit::begin(identity, tenants, auth.shared()).await?)
             }
         };
         let id = request_id::generate();
@@ -191,7 +196,7 @@ impl PickRequest {
             ClientRequest::read(dialect, body, &self.head.headers, &generation, owner.as_ref())?;
         self.check_access(&request.model)?;
         if let Some(permit) = &mut self.permit {
-            permit.take_tokens(request.tokens)?;
+            permit.take_tokens(request.tokens).await?;
         }
         request.tokenize(&generation.models).await;
         // Responses pass the gateway unread, so an engine adds nothing that the client did not ask for.

@@ -135,7 +135,7 @@ impl PickStream {
             chosen = request.choose(body) => Ok(chosen),
         };
         let event = match chosen {
-            Err(message) => self.read(message.ok().flatten())?,
+            Err(message) => self.read(message.ok().flatten()).await?,
             Ok(Err(error)) => Event::Refused(error),
             Ok(Ok((choice, body))) => {
                 self.choice = Some(choice);
@@ -157,11 +157,11 @@ impl PickStream {
         } else {
             message.await
         };
-        self.read(message.ok().flatten())
+        self.read(message.ok().flatten()).await
     }
 
     /// The event of a message; a stream that ended or broke is closed.
-    fn read(&mut self, message: Option<ProcessingRequest>) -> Result<Event, Status> {
+    async fn read(&mut self, message: Option<ProcessingRequest>) -> Result<Event, Status> {
         let Some(message) = message else { return Ok(Event::Closed) };
         if let Some(why) = messages::unusable_mode(&message) {
             static LOG_LIMITER: LogLimiter = LogLimiter::new();
@@ -179,7 +179,10 @@ impl PickStream {
                 let end = if headers.end_of_stream { Rest::End } else { Rest::Follows };
                 let head = PickHead::read(headers, metadata_context.as_ref(), bytes_max);
                 let head = head.map_err(|error| ApiError::of(Code::MalformedRequest, error.to_string()));
-                let begun = head.and_then(|head| PickRequest::begin(&self.shared, head, self.gateway));
+                let begun = match head {
+                    Ok(head) => PickRequest::begin(&self.shared, head, self.gateway).await,
+                    Err(error) => Err(error),
+                };
                 return Ok(match begun {
                     Err(error) => Event::Refused(error),
                     Ok(request) => {

@@ -2,6 +2,7 @@
 
 pub(crate) mod discovery;
 pub(crate) mod health_probe;
+pub(crate) mod http2;
 pub(crate) mod picker_server;
 pub(crate) mod reload;
 pub(crate) mod server;

@@ -52,7 +52,8 @@ impl Picker {
             error => BindError::Config(error),
         })?;
         let metrics = |purpose| shared.metrics.listener_tls(purpose);
-        let picker = picker_tls.map(|tls| ServerTls::with_alpn(&tls, b"h2", metrics("picker")).map(Arc::new));
+        let picker =
+            picker_tls.map(|tls| ServerTls::with_alpn(&tls, &[b"h2"], metrics("picker")).map(Arc::new));
         let admin_tls = admin_tls.map(|tls| ServerTls::new(&tls, metrics("admin")).map(Arc::new));
         let tls = ServerTlsPair { clients: picker.transpose()?, admin: admin_tls.transpose()? };
         Ok(Self { gateways, probes, admin, shared, tls })

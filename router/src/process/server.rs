@@ -5,24 +5,27 @@
 
 use std::net::SocketAddr;
 use std::path::Path;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use bytes::BytesMut;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio_util::either::Either;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 
 use super::health_probe;
+use super::http2::Http2Server;
 use crate::admin::{self, AdminService};
 use crate::auth::admin::AdminError;
-use crate::client::http::{ClientConnection, HeadBounds, HeadError};
+use crate::client::http::{ClientConnection, ClientSocket, HeadBounds, HeadError};
 use crate::client::session::Session;
-use crate::config::RouterConfig;
+use crate::config::{ClientHttp2, RouterConfig};
 use crate::engines::health::OperatorOrder;
 use crate::engines::presence;
 use crate::metrics::Metrics;
@@ -136,7 +139,13 @@ impl Router {
             error => BindError::Config(error),
         })?;
         let tls = |config: Option<_>, purpose| {
-            let new = |config| ServerTls::new(&config, shared.metrics.listener_tls(purpose)).map(Arc::new);
+            let alpn: &'static [&'static [u8]] = match (purpose, shared.generation().config.http2) {
+                ("clients", ClientHttp2::Auto) => &[b"h2", b"http/1.1"],
+                _ => &[b"http/1.1"],
+            };
+            let new = |config| {
+                ServerTls::with_alpn(&config, alpn, shared.metrics.listener_tls(purpose)).map(Arc::new)
+            };
             config.map(new).transpose()
         };
         let tls = ServerTlsPair { clients: tls(listen_tls, "clients")?, admin: tls(admin_tls, "admin")? };
@@ -190,15 +199,14 @@ impl Router {
             shared.fleet.adopt_order(url, order);
         }
         let (_background, admin) = spawn_background(&shared, admin, &tls);
-        let service = Arc::new(ClientService(Arc::clone(&shared)));
         let (drain, draining) = watch::channel(false);
+        let streams = TaskTracker::new();
+        let server = Arc::new(ClientServer::new(&shared, tls.clients, connections_max, &streams, draining));
         let mut connections = JoinSet::new();
-        // One bound for all connections, also during the drain.
-        let permits = Arc::new(Semaphore::new(connections_max));
         let client = tokio::select! {
             () = shutdown.cancelled() => None,
             client = wait_for_takeover(takeover.as_ref()) => Some(client),
-            () = accept(&clients, tls.clients.clone(), &service, draining.clone(), &permits, &mut connections) => None,
+            () = server.accept(&clients, &mut connections) => None,
         };
         // The takeover listener's copies of the sockets would keep them open.
         drop(takeover.take());
@@ -221,11 +229,8 @@ impl Router {
                 log_lost_orders(&shared);
                 if !delay.is_zero() {
                     // Responses close their connections from now on. Idle connections may still bring a request.
-                    let connections = &mut connections;
-                    let accepting =
-                        accept(&clients, tls.clients.clone(), &service, draining, &permits, connections);
                     // The accept loop never ends by itself.
-                    let _ = tokio::time::timeout(delay, accepting).await;
+                    let _ = tokio::time::timeout(delay, server.accept(&clients, &mut connections)).await;
                 }
             }
         }
@@ -241,6 +246,9 @@ impl Router {
                 "drain timeout exceeded, connections closed"
             );
             connections.shutdown().await;
+            // The requests over HTTP/2 are dropped by then, too.
+            streams.close();
+            streams.wait().await;
         }
         shared.generation().observers.flush().await;
         shared.release_all_turns();
@@ -312,36 +320,161 @@ async fn wait_for_takeover(takeover: Option<&TakeoverListener>) -> TakeoverClien
     }
 }
 
-async fn accept(
-    listener: &TcpListener,
+/// What every connection of a client needs.
+struct ClientServer {
+    service: Arc<ClientService>,
     tls: Option<Arc<ServerTls>>,
-    service: &Arc<ClientService>,
+    /// Set if clients may use HTTP/2.
+    http2: Option<Http2Server>,
     draining: watch::Receiver<bool>,
-    permits: &Arc<Semaphore>,
-    connections: &mut JoinSet<()>,
-) {
-    static LOG_LIMITER: LogLimiter = LogLimiter::new();
-    loop {
-        let permit = Arc::clone(permits).acquire_owned().await.expect("the semaphore is never closed");
-        let (stream, peer) = match listener.accept().await {
-            Ok(accepted) => accepted,
-            Err(error) => {
-                // Usually the process is out of file descriptors: wait for some to be closed instead of spinning.
-                if let Some(held_back) = LOG_LIMITER.allow() {
-                    tracing::warn!(event = "accept_failed", %error, held_back, "cannot accept connections");
+    /// One bound for all connections, also during the drain.
+    permits: Arc<Semaphore>,
+}
+
+impl ClientServer {
+    fn new(
+        shared: &Arc<Shared>,
+        tls: Option<Arc<ServerTls>>,
+        connections_max: usize,
+        streams: &TaskTracker,
+        draining: watch::Receiver<bool>,
+    ) -> Self {
+        let service = Arc::new(ClientService(Arc::clone(shared)));
+        let http2 = || Http2Server { service: Arc::clone(&service), requests: streams.clone() };
+        Self {
+            http2: (shared.generation().config.http2 == ClientHttp2::Auto).then(http2),
+            service,
+            tls,
+            draining,
+            permits: Arc::new(Semaphore::new(connections_max)),
+        }
+    }
+
+    async fn accept(self: &Arc<Self>, listener: &TcpListener, connections: &mut JoinSet<()>) {
+        static LOG_LIMITER: LogLimiter = LogLimiter::new();
+        loop {
+            let permits = Arc::clone(&self.permits);
+            let permit = permits.acquire_owned().await.expect("the semaphore is never closed");
+            let (stream, peer) = match listener.accept().await {
+                Ok(accepted) => accepted,
+                Err(error) => {
+                    // Usually the process is out of file descriptors: wait for some to be closed instead of spinning.
+                    if let Some(held_back) = LOG_LIMITER.allow() {
+                        tracing::warn!(event = "accept_failed", %error, held_back, "cannot accept connections");
+                    }
+                    tokio::time::sleep(Duration::from_millis(10)).await;
+                    continue;
                 }
-                tokio::time::sleep(Duration::from_millis(10)).await;
-                continue;
+            };
+            let open = ConnectionGuard::new(&self.service.0.metrics);
+            let server = Arc::clone(self);
+            connections.spawn(async move {
+                let (_permit, _open) = (permit, open);
+                server.serve(stream, peer).await;
+            });
+            while connections.try_join_next().is_some() {}
+        }
+    }
+
+    /// Serves one client's connection.
+    async fn serve(&self, stream: TcpStream, peer: SocketAddr) {
+        // Otherwise a last small write waits for the peer's delayed acknowledgement: 40 ms.
+        if stream.set_nodelay(true).is_err() {
+            return;
+        }
+        let lost_after = self.service.0.generation().config.timeouts.client_lost();
+        presence::set_keepalive(&stream, lost_after);
+        let stream = match &self.tls {
+            None => Either::Left(stream),
+            // Boxed, because a handshake is short, and its state would otherwise be part of every connection's task.
+            Some(tls) => match Box::pin(tls.accept(stream)).await {
+                Some(stream) => Either::Right(Box::new(stream)),
+                None => return,
+            },
+        };
+        let mut draining = self.draining.clone();
+        let young = tokio::time::Instant::now() + FIRST_REQUEST_GRACE;
+        // One drain future per connection: creating it per request would cost more than its head.
+        let mut drained = pin!(async {
+            drop(draining.wait_for(|draining| *draining).await);
+            // Boxed, because no connection needs it before a drain.
+            Box::pin(tokio::time::sleep_until(young)).await;
+        });
+        let is_http2 = matches!(&stream, Either::Right(tls) if tls.is_http2());
+        let (stream, ahead) = if is_http2 {
+            (stream, BytesMut::new())
+        } else {
+            let connection = ClientConnection::new(stream, peer, lost_after);
+            match self.serve_http1(connection, drained.as_mut()).await {
+                None => return,
+                Some(socket) => socket,
             }
         };
-        let open = ConnectionGuard::new(&service.0.metrics);
-        let (service, draining) = (Arc::clone(service), draining.clone());
-        let tls = tls.clone();
-        connections.spawn(async move {
-            let (_permit, _open) = (permit, open);
-            serve(stream, peer, tls, &service, draining).await;
-        });
-        while connections.try_join_next().is_some() {}
+        if let Some(http2) = &self.http2 {
+            // Boxed, so that a connection over HTTP/1 has no memory for it.
+            Box::pin(http2.serve(stream, ahead, peer, drained)).await;
+        }
+    }
+
+    /// Serves a connection over HTTP/1, request by request. Returns its socket, and the bytes that were read of it, if
+    /// the client begins with HTTP/2.
+    async fn serve_http1(
+        &self,
+        connection: ClientConnection,
+        mut drained: Pin<&mut impl Future<Output = ()>>,
+    ) -> Option<(ClientSocket, BytesMut)> {
+        let service = &*self.service;
+        let mut is_first = true;
+        // One timer per connection, for the reason of the drain future.
+        let mut idle = pin!(tokio::time::sleep(Duration::ZERO));
+        loop {
+            let (bounds, stall) = {
+                let config = &service.0.generation().config;
+                (HeadBounds::of(config), Duration::from_millis(config.timeouts.client_stall_ms))
+            };
+            idle.as_mut().reset(tokio::time::Instant::now() + bounds.idle);
+            let head = tokio::select! {
+                biased;
+                head = connection.head(&bounds, idle.as_mut()) => head,
+                // The client has sent no request, so none is lost.
+                () = &mut drained => return None,
+            };
+            match head {
+                Ok(Some(head)) => {
+                    is_first = false;
+                    let Some(mut session) = Session::begin(&connection, head, stall).await else {
+                        let error = HeadError::Malformed("the head of the request cannot be read");
+                        connection.refuse(error).await;
+                        return None;
+                    };
+                    // Boxed, so that an idle connection has no memory for a request.
+                    let request = Box::pin(service.request(&mut session));
+                    tokio::select! {
+                        biased;
+                        () = request => {}
+                        never = connection.cut_when_lost(idle.as_mut()) => match never {},
+                    }
+                    if !session.is_reusable() || connection.is_unread() {
+                        // A close alone would reset the connection and lose the response.
+                        match connection.is_ahead() {
+                            true => connection.linger().await,
+                            false => connection.close().await,
+                        }
+                        return None;
+                    }
+                }
+                Ok(None) => return None,
+                // Over TLS, HTTP/2 is chosen in the handshake (RFC 9113, section 3.2).
+                Err(HeadError::Http2) if is_first && self.http2.is_some() && self.tls.is_none() => {
+                    return connection.into_socket();
+                }
+                Err(error) => {
+                    service.0.metrics.server.refused.increment(1);
+                    connection.refuse(error).await;
+                    return None;
+                }
+            }
+        }
     }
 }
 
@@ -359,79 +492,6 @@ impl ConnectionGuard {
 impl Drop for ConnectionGuard {
     fn drop(&mut self) {
         self.0.server.connections.decrement(1.0);
-    }
-}
-
-/// Serves one client's connection, request by request.
-async fn serve(
-    stream: TcpStream,
-    peer: SocketAddr,
-    tls: Option<Arc<ServerTls>>,
-    service: &ClientService,
-    mut draining: watch::Receiver<bool>,
-) {
-    // Otherwise a last small write waits for the peer's delayed acknowledgement: 40 ms.
-    if stream.set_nodelay(true).is_err() {
-        return;
-    }
-    let lost_after = service.0.generation().config.timeouts.client_lost();
-    presence::set_keepalive(&stream, lost_after);
-    let stream = match tls {
-        None => Either::Left(stream),
-        // Boxed, because a handshake is short, and its state would otherwise be part of every connection's task.
-        Some(tls) => match Box::pin(tls.accept(stream)).await {
-            Some(stream) => Either::Right(Box::new(stream)),
-            None => return,
-        },
-    };
-    let connection = ClientConnection::new(stream, peer, lost_after);
-    // One timer and one drain future per connection: creating them per request would cost more than its head.
-    let mut idle = pin!(tokio::time::sleep(Duration::ZERO));
-    let young = tokio::time::Instant::now() + FIRST_REQUEST_GRACE;
-    let mut drained = pin!(async {
-        drop(draining.wait_for(|draining| *draining).await);
-        // Boxed, because no connection needs it before a drain.
-        Box::pin(tokio::time::sleep_until(young)).await;
-    });
-    loop {
-        let (bounds, stall) = {
-            let config = &service.0.generation().config;
-            (HeadBounds::of(config), Duration::from_millis(config.timeouts.client_stall_ms))
-        };
-        idle.as_mut().reset(tokio::time::Instant::now() + bounds.idle);
-        let head = tokio::select! {
-            biased;
-            head = connection.head(&bounds, idle.as_mut()) => head,
-            // The client has sent no request, so none is lost.
-            () = &mut drained => return,
-        };
-        match head {
-            Ok(Some(head)) => {
-                let Some(mut session) = Session::begin(&connection, head, stall).await else {
-                    return connection
-                        .refuse(HeadError::Malformed("the head of the request cannot be read"))
-                        .await;
-                };
-                // Boxed, so that an idle connection has no memory for a request.
-                let request = Box::pin(service.request(&mut session));
-                tokio::select! {
-                    biased;
-                    () = request => {}
-                    never = connection.cut_when_lost(idle.as_mut()) => match never {},
-                }
-                match session.is_reusable() && !connection.is_unread() {
-                    true => {}
-                    // A close alone would reset the connection and lose the response.
-                    false if connection.is_ahead() => return connection.linger().await,
-                    false => return connection.close().await,
-                }
-            }
-            Ok(None) => return,
-            Err(error) => {
-                service.0.metrics.server.refused.increment(1);
-                return connection.refuse(error).await;
-            }
-        }
     }
 }
 

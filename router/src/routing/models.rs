@@ -9,7 +9,7 @@ use baton_openai::ApiError;
 
 use crate::admission::{Admission, ModelQueue};
 use crate::config::{
-    DisaggregateConfig, EngineConfig, EngineUrl, Fallback, FeaturesConfig, ModelConfig, PoolConfig,
+    DisaggregateConfig, EngineConfig, EngineHttp2, EngineUrl, Fallback, FeaturesConfig, ModelConfig, PoolConfig,
     ReleaseMode, RequestTimeouts, RouterConfig, TokenizeSource,
 };
 use crate::engines::caches::kv_events::EventSource;
@@ -74,10 +74,10 @@ impl HandoffSettings {
     }
 }
 
-/// How each engine ends leases, and its protocol.
-type EngineSettings<'a> = HashMap<&'a EngineUrl, (ReleaseMode, ProtocolTerms)>;
+/// How each engine ends leases, its protocol, and its HTTP version.
+type EngineSettings<'a> = HashMap<&'a EngineUrl, (ReleaseMode, ProtocolTerms, EngineHttp2)>;
 
-/// An engine has one release mode and one protocol in all pools: those of its first prefill pool, because leases are
+/// An engine has one of each in all pools: those of its first prefill pool, because leases are
 /// opened there, or else those of its first decode pool. The configuration is refused if it lists contradictory ones.
 fn engine_settings<'a>(config: &RouterConfig, members: &'a PoolMembers) -> EngineSettings<'a> {
     let mut terms = HashMap::new();
@@ -85,7 +85,7 @@ fn engine_settings<'a>(config: &RouterConfig, members: &'a PoolMembers) -> Engin
         for model in &config.models {
             for engine in members.of(&model.name, leg) {
                 let protocol = || ProtocolTerms::new(model.protocol, engine);
-                terms.entry(&engine.url).or_insert_with(|| (engine.release, protocol()));
+                terms.entry(&engine.url).or_insert_with(|| (engine.release, protocol(), model.http2));
             }
         }
     }
@@ -124,8 +124,9 @@ impl Model {
             let ranks = |engine: &EngineConfig| -> Vec<Arc<PoolMember>> {
                 // An engine has one health, in however many pools it is.
                 let health = HealthTerms { drain: members.drains(&engine.url), ..all.health.terms() };
-                let (release, protocol) = settlement[&engine.url].clone();
-                let terms = ConnectionTerms { health, release, protocol, ..terms.of(&engine.url).clone() };
+                let (release, protocol, http2) = settlement[&engine.url].clone();
+                let terms = terms.of(&engine.url).clone();
+                let terms = ConnectionTerms { health, release, protocol, http2, ..terms };
                 let known = fleet.engine(&engine.url, &terms);
                 let member =
                     |rank| Arc::new(PoolMember::new(engine, Arc::clone(&known), rank, pool, &config.pair_by));

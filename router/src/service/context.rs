@@ -121,18 +121,18 @@ impl RequestContext {
         if observers.has_any() {
             let has_client = config.access_log.client;
             let client = has_client.then(|| address::of(session, &config.trusted_proxies));
-            self.accounting.head = Some(LoggedHead::of(&head.method, head.uri.path(), &head.headers, client));
+            self.accounting.head = Some(LoggedHead::of(head, client));
         }
     }
 
     /// Checks that an authenticated client may use the model, and takes the request's tokens; with `auth` only.
-    pub(super) fn limit(&mut self, request: &ClientRequest) -> Result<(), ApiError> {
+    pub(super) async fn limit(&mut self, request: &ClientRequest) -> Result<(), ApiError> {
         let Some(permit) = &mut self.client.permit else { return Ok(()) };
         if !may_use(Some(&permit.identity), &self.generation, &request.model.name) {
             return Err(auth::forbidden(&request.model.name));
         }
         self.client.prompt_tokens = request.prompt_tokens;
-        let taken = permit.take_tokens(request.tokens);
+        let taken = permit.take_tokens(request.tokens).await;
         self.ids.common_headers.limits = permit.headers();
         taken
     }

@@ -73,7 +73,7 @@ impl ClientService {
                 }
             };
         }
-        context.accounting.request_bytes = session.connection().body_bytes();
+        context.accounting.request_bytes = session.request_bytes();
         context.accounting.response_bytes = session.body_bytes();
         self.0.metrics.server.request_bytes.increment(context.accounting.request_bytes);
         self.0.metrics.server.response_bytes.increment(context.accounting.response_bytes);
@@ -99,12 +99,12 @@ impl ClientService {
                 self.send_json(session, context, json!({"version": env!("CARGO_PKG_VERSION")})).await
             }
             Route::Models => {
-                let identity = self.identify(session, context)?;
+                let identity = self.identify(session, context).await?;
                 let list = models::list(&self.0, context, identity.as_deref()).await;
                 self.send_json(session, context, list).await
             }
             Route::Model(name) => {
-                let identity = self.identify(session, context)?;
+                let identity = self.identify(session, context).await?;
                 let card = models::find(&self.0, context, identity.as_deref(), &name).await?;
                 self.send_json(session, context, card).await
             }
@@ -117,14 +117,14 @@ impl ClientService {
                 sent.map_err(|_| RequestError::ClientGone)
             }
             Route::Ask(dialect) => {
-                self.permit(session, context)?;
+                self.permit(session, context).await?;
                 let body = self.body(session, context).await?;
                 let is_native = self.is_native(session, context, dialect, &body).await?;
                 let read = if is_native { ClientRequest::read } else { ClientRequest::read_translated };
                 let owner = context.request_owner();
                 let headers = &session.req_header().headers;
                 let request = read(dialect, body, headers, &context.generation, owner.as_ref())?;
-                context.limit(&request)?;
+                context.limit(&request).await?;
                 context.accounting.passed = !dialect.generates();
                 match self.ask(session, context, request).await {
                     Err(RequestError::Refused(refusal)) if session.has_begun() => {
@@ -242,25 +242,26 @@ impl ClientService {
 
     /// Identifies the client; `None` without `auth`. The client's credentials are removed here, so no engine or log
     /// gets them.
-    fn identify(
+    async fn identify(
         &self,
         session: &mut Session,
         context: &RequestContext,
     ) -> Result<Option<Arc<Identity>>, ApiError> {
         let Some(auth) = &context.generation.auth else { return Ok(None) };
-        let identity = {
-            let names = session.connection().certificate_names().unwrap_or_default();
+        let credentials = {
+            let names = session.certificate_names().unwrap_or_default();
             auth.identify(&session.req_header().headers, &names, &self.0.limits.tenants)?
         };
         session.req_header_mut().remove_header(&AUTHORIZATION);
-        Ok(Some(identity))
+        auth.check(credentials, &self.0.limits.tenants).await.map(Some)
     }
 
     /// Identifies the client and takes a place within its limits.
-    fn permit(&self, session: &mut Session, context: &mut RequestContext) -> Result<(), ApiError> {
-        if let Some(identity) = self.identify(session, context)? {
-            let permit = context.client.permit.insert(Permit::begin(identity, &self.0.limits.tenants)?);
-            context.ids.common_headers.limits = permit.headers();
+    async fn permit(&self, session: &mut Session, context: &mut RequestContext) -> Result<(), ApiError> {
+        if let Some(identity) = self.identify(session, context).await? {
+            let shared = context.generation.auth.as_ref().and_then(|auth| auth.shared());
+            let permit = Permit::begin(identity, &self.0.limits.tenants, shared).await?;
+            context.ids.common_headers.limits = context.client.permit.insert(permit).headers();
         }
         Ok(())
     }

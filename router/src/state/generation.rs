@@ -12,7 +12,7 @@ use hyper::header::HeaderValue;
 
 use crate::auth::admin::{AdminAccess, AdminError};
 use crate::auth::{Auth, AuthError, TenantRegistry};
-use crate::config::{ConfigError, ReleaseMode, RouterConfig};
+use crate::config::{ConfigError, EngineHttp2, ReleaseMode, RouterConfig};
 use crate::engines::fleet::Fleet;
 use crate::engines::http::{ApiKeys, ConnectionTerms, EngineTerms, TermsError};
 use crate::engines::pool_members::PoolMembers;
@@ -155,6 +155,7 @@ impl Generation {
             secret,
             api_key: None,
             tls: None,
+            http2: EngineHttp2::default(),
             health: config.health.terms(),
             release: ReleaseMode::default(),
             protocol: ProtocolTerms::default(),

@@ -8,8 +8,9 @@ use serde_json::{Value, json};
 use crate::config::RouterConfig;
 
 /// Keys that take effect only at a restart, and their JSON pointers.
-const AT_A_RESTART: [(&str, &str); 8] = [
+const AT_A_RESTART: [(&str, &str); 9] = [
     ("listen", "/listen"),
+    ("http2", "/http2"),
     ("listen_tls", "/listen_tls"),
     ("admin.listen", "/admin/listen"),
     ("admin.tls", "/admin/tls"),

@@ -1,9 +1,10 @@
 //! TLS towards engines, with the router's own certificate where engines require one.
 
+use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use rustls::ClientConfig;
+use rustls::{AlertDescription, ClientConfig};
 use rustls_pki_types::ServerName;
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
@@ -12,8 +13,11 @@ use tokio_rustls::client::TlsStream;
 use super::certificate::{chain, key, provider, roots};
 use super::files::TlsFiles;
 use super::{TlsError, content};
-use crate::config::{EngineTlsConfig, EngineUrl};
+use crate::config::{EngineHttp2, EngineTlsConfig, EngineUrl};
 use crate::metrics::tls::EngineTlsMetrics;
+
+const HTTP1: &[u8] = b"http/1.1";
+const HTTP2: &[u8] = b"h2";
 
 /// TLS settings for all engines. Idle connections keep the settings they began with.
 pub(crate) struct EngineTls {
@@ -70,10 +74,35 @@ impl EngineTls {
 }
 
 impl EngineTlsConnector {
+    /// Returns whether the engine chose HTTP/2, by ALPN.
+    ///
     /// # Errors
     /// The handshake failed: the engine's certificate does not match, or the engine rejects the router's.
-    pub(crate) async fn connect(&self, stream: TcpStream) -> std::io::Result<TlsStream<TcpStream>> {
-        TlsConnector::from(self.tls.files.current()).connect(self.name.clone(), stream).await
+    /// [`io::ErrorKind::Unsupported`]: HTTP/2 is required, and the engine did not choose it.
+    pub(crate) async fn connect(
+        &self,
+        stream: TcpStream,
+        http2: EngineHttp2,
+    ) -> io::Result<(TlsStream<TcpStream>, bool)> {
+        let names: &[&[u8]] = match http2 {
+            EngineHttp2::Off => &[HTTP1],
+            EngineHttp2::Auto => &[HTTP2, HTTP1],
+            EngineHttp2::On => &[HTTP2],
+        };
+        let connector = TlsConnector::from(self.tls.files.current());
+        let connector = connector.with_alpn(names.iter().map(|name| name.to_vec()).collect());
+        let stream = connector.connect(self.name.clone(), stream).await.map_err(|error| {
+            let cause = error.get_ref().and_then(|cause| cause.downcast_ref());
+            match cause {
+                Some(rustls::Error::AlertReceived(AlertDescription::NoApplicationProtocol)) => no_http2(),
+                _ => error,
+            }
+        })?;
+        let is_http2 = stream.get_ref().1.alpn_protocol() == Some(HTTP2);
+        match http2 {
+            EngineHttp2::On if !is_http2 => Err(no_http2()),
+            EngineHttp2::Auto | EngineHttp2::Off | EngineHttp2::On => Ok((stream, is_http2)),
+        }
     }
 }
 
@@ -81,6 +110,10 @@ impl std::fmt::Debug for EngineTlsConnector {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_tuple("EngineTlsConnector").field(&self.name).finish()
     }
+}
+
+fn no_http2() -> io::Error {
+    io::Error::new(io::ErrorKind::Unsupported, "the engine did not choose HTTP/2")
 }
 
 fn load(config: &EngineTlsConfig) -> Result<(Arc<ClientConfig>, u64), TlsError> {
@@ -99,6 +132,6 @@ fn load(config: &EngineTlsConfig) -> Result<(Arc<ClientConfig>, u64), TlsError> 
             return Err(content(file, "certificate and key need each other"));
         }
     };
-    client.alpn_protocols = vec![b"http/1.1".to_vec()];
+    client.alpn_protocols = vec![HTTP1.to_vec()];
     Ok((Arc::new(client), not_after_s))
 }

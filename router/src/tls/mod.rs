@@ -1,4 +1,5 @@
-//! TLS towards clients and monitors ([`server`]), and towards engines ([`client`]), with rustls and ring.
+//! TLS towards clients and monitors ([`server`]), towards engines ([`client`]), and towards other services
+//! ([`service`]), with rustls and ring.
 //!
 //! ```text
 //!  accept ─▶ handshake (bounded in time and number) ─▶ TlsConnection ─▶ pingora, or hyper for the admin listener
@@ -17,6 +18,7 @@ mod certificate_info;
 pub(crate) mod client;
 mod files;
 pub(crate) mod server;
+pub(crate) mod service;
 mod stream;
 
 use std::path::{Path, PathBuf};
@@ -56,6 +58,9 @@ pub enum TlsError {
     /// An engine's address is no valid name of a certificate.
     #[error("`{0}` is not a name for certificates; set `engine_tls.server_name`")]
     Name(String),
+    /// The system has no roots of certificates.
+    #[error("the system has no root certificates; name a file with `ca_file`")]
+    NoSystemRoots,
 }
 
 fn content(file: &Path, what: impl Into<String>) -> TlsError {

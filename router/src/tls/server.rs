@@ -29,8 +29,8 @@ use crate::metrics::tls::{HandshakeResult, ListenerTlsMetrics};
 /// The certificates of a listener. A connection uses those that are current when it begins.
 pub(crate) struct ServerTls {
     config: ListenTlsConfig,
-    /// The protocol inside, in the names of ALPN.
-    alpn: &'static [u8],
+    /// The protocols inside, in the names of ALPN, the preferred one first.
+    alpn: &'static [&'static [u8]],
     files: TlsFiles<ServerConfig>,
     handshakes: Semaphore,
     metrics: ListenerTlsMetrics,
@@ -42,16 +42,16 @@ impl ServerTls {
     /// # Errors
     /// [`TlsError`] names the invalid file.
     pub(crate) fn new(config: &ListenTlsConfig, metrics: ListenerTlsMetrics) -> Result<Self, TlsError> {
-        Self::with_alpn(config, b"http/1.1", metrics)
+        Self::with_alpn(config, &[b"http/1.1"], metrics)
     }
 
-    /// For the protocol of this ALPN name.
+    /// For the protocols of these ALPN names, the preferred one first.
     ///
     /// # Errors
     /// [`TlsError`] names the invalid file.
     pub(crate) fn with_alpn(
         config: &ListenTlsConfig,
-        alpn: &'static [u8],
+        alpn: &'static [&'static [u8]],
         metrics: ListenerTlsMetrics,
     ) -> Result<Self, TlsError> {
         let files: Vec<PathBuf> =
@@ -129,7 +129,7 @@ impl ServerTls {
     }
 }
 
-fn load(config: &ListenTlsConfig, alpn: &[u8]) -> Result<(Arc<ServerConfig>, u64), TlsError> {
+fn load(config: &ListenTlsConfig, alpn: &[&[u8]]) -> Result<(Arc<ServerConfig>, u64), TlsError> {
     let (chain, not_after_s) = chain(&config.certificate)?;
     let key = key(&config.key)?;
     let builder = ServerConfig::builder_with_provider(provider())
@@ -148,7 +148,7 @@ fn load(config: &ListenTlsConfig, alpn: &[u8]) -> Result<(Arc<ServerConfig>, u64
     };
     let pair = |source| TlsError::Pair { certificate: config.certificate.clone(), source };
     let mut server = builder.with_single_cert(chain, key).map_err(pair)?;
-    server.alpn_protocols = vec![alpn.to_vec()];
+    server.alpn_protocols = alpn.iter().map(|name| name.to_vec()).collect();
     // Tickets belong to this configuration, so that a client whose root was removed cannot resume a session.
     if let Ok(ticketer) = rustls::crypto::ring::Ticketer::new() {
         server.ticketer = ticketer;

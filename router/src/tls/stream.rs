@@ -24,6 +24,11 @@ impl TlsConnection {
         self.stream.get_ref().0
     }
 
+    /// Whether the client chose HTTP/2 in the handshake.
+    pub(crate) fn is_http2(&self) -> bool {
+        self.stream.get_ref().1.alpn_protocol() == Some(b"h2")
+    }
+
     pub(super) fn new(stream: TlsStream<TcpStream>) -> Self {
         let (_, session) = stream.get_ref();
         let leaf = session.peer_certificates().and_then(|chain| chain.first());

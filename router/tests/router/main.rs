@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod harness;
+mod http2;
 mod input;
 mod operations;
 mod picker;

@@ -28,8 +28,8 @@ use tokio_util::either::Either;
 
 use super::chunked::{ChunkError, ChunkedReader};
 use super::head::{self, EmptyLine, RequestFraming};
-use super::{HeadBounds, HeadError};
-use crate::engines::body_budget::{BudgetExhausted, BudgetShare};
+use super::{BodyError, HeadBounds, HeadError};
+use crate::engines::body_budget::BudgetShare;
 use crate::engines::presence;
 use crate::tls::TlsConnection;
 
@@ -44,7 +44,7 @@ const AHEAD_READ_BYTES: usize = 4 << 10;
 /// Interval of checks for the end of the connection while nothing more is read ahead.
 const END_CHECK_INTERVAL: Duration = Duration::from_millis(250);
 /// Initial capacity of a body's buffer, which grows with the received bytes.
-const BODY_CAPACITY_INITIAL: usize = 256 << 10;
+pub(in crate::client) const BODY_CAPACITY_INITIAL: usize = 256 << 10;
 /// After a refusal, so many bytes are read and discarded, for so long. Closing at once would reset the connection,
 /// and the client would lose the response.
 const LINGER_BYTES: usize = 1 << 20;
@@ -91,25 +91,6 @@ enum UnreadBody {
     Length(u64),
     Chunked(ChunkedReader),
     Read,
-}
-
-/// Why reading a body failed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum BodyError {
-    /// Over the limit.
-    TooLarge,
-    /// The budget of all bodies is exhausted.
-    BudgetExhausted,
-    /// Its framing is broken.
-    Malformed,
-    /// The connection ended in the middle of it.
-    Ended,
-}
-
-impl From<BudgetExhausted> for BodyError {
-    fn from(BudgetExhausted: BudgetExhausted) -> Self {
-        Self::BudgetExhausted
-    }
 }
 
 impl ConnectionState {
@@ -273,8 +254,10 @@ impl ClientConnection {
             }
         }
         // Nearly always the head is complete at once, and no timer is needed.
-        if let Some(head) = head::read(&bytes, &mut searched, bounds.bytes)? {
-            return Ok(Some(self.begin(&head, bytes)));
+        match head::read(&bytes, &mut searched, bounds.bytes) {
+            Ok(Some(head)) => return Ok(Some(self.begin(&head, bytes))),
+            Ok(None) => {}
+            Err(error) => return Err(self.refused(error, bytes)),
         }
         let rest = async {
             loop {
@@ -289,9 +272,25 @@ impl ClientConnection {
             }
         };
         match tokio::time::timeout(bounds.within, rest).await {
-            Ok(head) => Ok(head?.map(|head| self.begin(&head, bytes))),
+            Ok(Ok(head)) => Ok(head.map(|head| self.begin(&head, bytes))),
+            Ok(Err(error)) => Err(self.refused(error, bytes)),
             Err(_elapsed) => Err(HeadError::TimedOut),
         }
+    }
+
+    /// Keeps the bytes of a head that belong to HTTP/2.
+    fn refused(&self, error: HeadError, bytes: BytesMut) -> HeadError {
+        if error == HeadError::Http2 {
+            self.lock().ahead = bytes;
+        }
+        error
+    }
+
+    /// The socket, with the bytes that were read of it and belong to no request; `None` while the connection has
+    /// another owner.
+    pub(crate) fn into_socket(self) -> Option<(ClientSocket, BytesMut)> {
+        let state = Arc::into_inner(self.0)?.into_inner().unwrap_or_else(PoisonError::into_inner);
+        Some((state.stream, state.ahead))
     }
 
     /// Stores the bytes behind the head and returns the head.

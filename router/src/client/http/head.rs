@@ -81,7 +81,7 @@ pub(crate) fn read(
         }
         before = Some(byte);
     }
-    // An early check, which refuses most of what is not HTTP at all (TLS, HTTP/0.9, HTTP/2, an empty line).
+    // An early check, which refuses most of what is not HTTP at all (TLS, HTTP/0.9, an empty line).
     if *searched == 0 && bytes.first().is_some_and(|byte| !byte.is_ascii_uppercase()) {
         return Err(HeadError::Malformed("the request does not begin with a method"));
     }
@@ -136,25 +136,18 @@ fn request_line(line: &[u8]) -> Result<RequestLine<'_>, HeadError> {
     else {
         return Err(malformed);
     };
-    if method.is_empty() || method.len() > METHOD_BYTES_MAX || !method.iter().all(|&byte| is_token(byte)) {
+    if !is_method(method) {
         return Err(malformed);
     }
     let is_1_0 = match version {
         b"HTTP/1.1" => false,
         b"HTTP/1.0" => true,
+        b"HTTP/2.0" if method == b"PRI" && target == b"*" => return Err(HeadError::Http2),
         _ if version.starts_with(b"HTTP/") && version.len() == 8 => return Err(HeadError::Version),
         _ => return Err(malformed),
     };
-    if matches!(method, b"CONNECT" | b"TRACE" | b"TRACK") {
-        return Err(HeadError::Method);
-    }
-    if target.len() > TARGET_BYTES_MAX {
-        return Err(HeadError::PathTooLong);
-    }
-    let odd = |byte: &u8| !byte.is_ascii_graphic() || matches!(byte, b'#' | b'"' | b'<' | b'>' | b'\\');
-    if target.iter().any(odd) {
-        return Err(HeadError::Malformed("the target has a byte that must be percent-encoded"));
-    }
+    check_method(method)?;
+    check_target(target)?;
     let authority = match target {
         [b'/', ..] => None,
         b"*" if method == b"OPTIONS" => None,
@@ -166,6 +159,31 @@ fn request_line(line: &[u8]) -> Result<RequestLine<'_>, HeadError> {
         }
     };
     Ok(RequestLine { authority, is_1_0 })
+}
+
+/// Whether it has the form of a method.
+pub(in crate::client) fn is_method(method: &[u8]) -> bool {
+    (1..=METHOD_BYTES_MAX).contains(&method.len()) && method.iter().all(|&byte| is_token(byte))
+}
+
+/// Refuses methods that no path has.
+pub(in crate::client) fn check_method(method: &[u8]) -> Result<(), HeadError> {
+    match method {
+        b"CONNECT" | b"TRACE" | b"TRACK" => Err(HeadError::Method),
+        _ => Ok(()),
+    }
+}
+
+/// Checks the length and the bytes of a target.
+pub(in crate::client) fn check_target(target: &[u8]) -> Result<(), HeadError> {
+    if target.len() > TARGET_BYTES_MAX {
+        return Err(HeadError::PathTooLong);
+    }
+    let odd = |byte: &u8| !byte.is_ascii_graphic() || matches!(byte, b'#' | b'"' | b'<' | b'>' | b'\\');
+    if target.iter().any(odd) {
+        return Err(HeadError::Malformed("the target has a byte that must be percent-encoded"));
+    }
+    Ok(())
 }
 
 fn fields(lines: &[u8], mut at: usize, line: &RequestLine<'_>, end: usize) -> Result<RequestHead, HeadError> {
@@ -267,7 +285,8 @@ fn content_length(value: &[u8]) -> Result<u64, HeadError> {
         .ok_or(HeadError::Malformed("Content-Length must be one plain number"))
 }
 
-fn is_host(host: &[u8]) -> bool {
+/// Whether it is a host, with or without a port.
+pub(in crate::client) fn is_host(host: &[u8]) -> bool {
     let fits = |byte: &u8| byte.is_ascii_alphanumeric() || b"-._~!$&'()*+;=:[]%".contains(byte);
     !host.is_empty() && host.len() <= 255 + 6 && host.iter().all(fits)
 }

@@ -14,6 +14,7 @@ pub(crate) fn find(config: &RouterConfig) -> Vec<(String, String)> {
     let mut found = Vec::new();
     listeners(config, &mut found);
     secrets(config, &mut found);
+    issuers(config, &mut found);
     names(&config.models, &mut found);
     publishers(config, &mut found);
     releases(&config.models, &mut found);
@@ -72,6 +73,18 @@ fn secrets(config: &RouterConfig, found: &mut Vec<(String, String)>) {
     if config.cluster_secret.is_some() && config.cluster_secret_file.is_some() {
         let what = "conflicts with `cluster_secret`; set one of them";
         found.push(("cluster_secret_file".into(), what.into()));
+    }
+}
+
+/// Reports contradictions of issuers, and two entries for the same tokens.
+fn issuers(config: &RouterConfig, found: &mut Vec<(String, String)>) {
+    let mut seen = BTreeSet::new();
+    for (at, issuer) in config.auth.iter().flat_map(|auth| &auth.jwt).enumerate() {
+        let problems = issuer.contradictions().into_iter();
+        found.extend(problems.map(|(key, what)| (format!("auth.jwt[{at}].{key}"), what)));
+        if !seen.insert((&issuer.issuer, &issuer.audience)) {
+            found.push((format!("auth.jwt[{at}]"), "has the issuer and audience of another entry".into()));
+        }
     }
 }
 
@@ -162,18 +175,20 @@ fn releases(models: &[ModelConfig], found: &mut Vec<(String, String)>) {
     }
 }
 
-/// Reports engines with two protocols, and settings that SGLang's engines cannot serve: a decode engine of a pair
+/// Reports engines with two protocols or two settings of HTTP/2, and settings that SGLang's engines cannot serve: a decode engine of a pair
 /// computes no prompt.
 fn protocols(models: &[ModelConfig], found: &mut Vec<(String, String)>) {
     let mut seen = BTreeMap::new();
     for (at, model) in models.iter().enumerate() {
-        let path = format!("models[{at}].protocol");
         for engine in model.prefill.engines.iter().chain(&model.decode.engines) {
-            let (first, known) =
-                seen.entry(engine.url.authority()).or_insert_with(|| (path.clone(), model.protocol));
-            if *known != model.protocol {
-                let message = format!("{} has another `protocol` at {first}", engine.url.authority());
-                found.push((path.clone(), message));
+            let own = (model.protocol, model.http2);
+            let (first, known) = *seen.entry(engine.url.authority()).or_insert((at, own));
+            for (key, differs) in [("protocol", known.0 != own.0), ("http2", known.1 != own.1)] {
+                if differs {
+                    let url = engine.url.authority();
+                    let message = format!("{url} has another `{key}` at models[{first}].{key}");
+                    found.push((format!("models[{at}].{key}"), message));
+                }
             }
         }
         if model.bidirectional_kv.is_some() {

@@ -6,9 +6,11 @@ use std::time::{Duration, Instant};
 use bytes::BytesMut;
 use hyper::StatusCode;
 
+use super::connection::Purpose;
+use super::head::RequestHead;
 use super::{
     CallError, Connection, ConnectionError, ConnectionHandle, DialError, Engine, EngineRequest, Reply,
-    ReplyHead, head,
+    ReplyHead,
 };
 use crate::engines::health::FailureKind;
 use crate::engines::protocol::ServerInfo;
@@ -93,29 +95,31 @@ impl Engine {
         request: &EngineRequest,
         sent: impl Fn(Arc<ConnectionHandle>),
     ) -> Result<Reply, CallError> {
-        let mut lost = None;
+        let (mut lost, mut not_begun) = (None, false);
         let idle_timeout = self.connections.terms.load().idle_timeout;
-        if let Some(mut idle) = self.connections.idle.take(idle_timeout) {
+        let purpose = if request.is_work() { Purpose::Work } else { Purpose::Command };
+        if let Some(mut idle) = self.connections.idle.take(idle_timeout, purpose) {
             let (socket, begun) = (idle.handle(), Instant::now());
             sent(Arc::clone(&socket));
-            match idle.send(self.head(request), request.pieces(), request.is_work()).await {
+            match self.send(&mut idle, request, request.is_work()).await {
                 Ok(head) => return Ok(self.reply(head, idle)),
                 Err(ConnectionError::Unanswered)
                     if begun.elapsed() < STALE_CONNECTION_WINDOW && !socket.is_abandoned() =>
                 {
                     lost = Some(socket);
                 }
-                Err(error) => return Err(CallError::Broken(error)),
+                Err(ConnectionError::GoingAway) if !socket.is_abandoned() => not_begun = true,
+                Err(error) => return Err(CallError::of(error)),
             }
         }
         let begun = Instant::now();
         // Boxed, so that calls over an idle connection do not carry the state of name lookup and TLS.
-        let mut fresh = match Box::pin(self.dial(self.connections.terms.load().connect_timeout)).await {
+        let mut fresh = match Box::pin(self.connect(purpose)).await {
             Ok(fresh) => fresh,
             Err(error) => {
                 let failure = match error {
                     DialError::OutOfResources(_) | DialError::Refused => None,
-                    DialError::Unanswered => Some(FailureKind::Unreachable),
+                    DialError::Unanswered | DialError::NoHttp2 => Some(FailureKind::Unreachable),
                     DialError::Unresolved => Some(FailureKind::Unresolved),
                 };
                 failure.into_iter().for_each(|kind| self.update_health(|health, _, _| health.suspect(kind)));
@@ -127,18 +131,41 @@ impl Engine {
                 });
             }
         };
-        if let Some(socket) = lost {
-            if socket.is_abandoned() {
-                return Err(CallError::Broken(ConnectionError::Unanswered));
-            }
+        let is_replay = not_begun || lost.is_some();
+        if lost.is_some_and(|socket| socket.is_abandoned()) {
+            return Err(CallError::Broken(ConnectionError::Unanswered));
+        }
+        if is_replay {
             self.metrics.count_replay();
         }
         self.metrics.connect.record(begun.elapsed());
         sent(fresh.handle());
-        match fresh.send(self.head(request), request.pieces(), request.is_work()).await {
+        match self.send(&mut fresh, request, request.is_work()).await {
             Ok(head) => Ok(self.reply(head, fresh)),
-            Err(error) => Err(CallError::Broken(error)),
+            Err(error) => Err(CallError::of(error)),
         }
+    }
+
+    /// A new connection. At an engine that speaks HTTP/2, requests that find every connection full wait for a few new
+    /// ones together. A command does not wait.
+    async fn connect(&self, purpose: Purpose) -> Result<Connection, DialError> {
+        let (idle, within) = (&self.connections.idle, self.connections.terms.load().connect_timeout);
+        let dial = async {
+            let fresh = self.dial(within).await?;
+            idle.share(&fresh, purpose);
+            Ok(fresh)
+        };
+        if purpose == Purpose::Command || !self.connections.http2.is_spoken() {
+            return dial.await;
+        }
+        let dial = async {
+            let _turn = self.connections.http2.dials.acquire().await.expect("it is never closed");
+            match idle.take_stream(purpose) {
+                Some(stream) => Ok(stream),
+                None => dial.await,
+            }
+        };
+        tokio::time::timeout(within, dial).await.unwrap_or(Err(DialError::Unanswered))
     }
 
     pub(super) fn store_idle(&self, connection: Connection) {
@@ -163,15 +190,24 @@ impl Engine {
         mut connection: Connection,
         request: &EngineRequest,
     ) -> Result<Reply, CallError> {
-        match connection.send(self.head(request), request.pieces(), true).await {
+        match self.send(&mut connection, request, true).await {
             Ok(head) => Ok(self.reply(head, connection)),
-            Err(error) => Err(CallError::Broken(error)),
+            Err(error) => Err(CallError::of(error)),
         }
     }
 
-    fn head(&self, request: &EngineRequest) -> Vec<u8> {
-        let terms = self.connections.terms.load();
-        head::request(&self.address.host, terms.secret.as_ref(), terms.api_key.as_ref(), request)
+    async fn send(
+        &self,
+        connection: &mut Connection,
+        request: &EngineRequest,
+        shows_life: bool,
+    ) -> Result<ReplyHead, ConnectionError> {
+        {
+            let (host, terms) = (&self.address.host, self.connections.terms.load());
+            let (secret, api_key) = (terms.secret.as_ref(), terms.api_key.as_ref());
+            connection.begin(&RequestHead { host, secret, api_key, request }, request.pieces())?;
+        }
+        connection.send(shows_life).await
     }
 
     fn reply(self: &Arc<Self>, head: ReplyHead, connection: Connection) -> Reply {

@@ -1,26 +1,33 @@
-//! One HTTP/1.1 connection to an engine. An abandoned connection is cut, or half-closed and read to the end.
+//! The connection of one request to an engine: a connection of HTTP/1.1, or a stream of HTTP/2. An abandoned
+//! connection is cut, or half-closed and read to the end. An abandoned stream is reset.
+
+mod http2;
+mod pool;
+mod transport;
 
 use std::future::poll_fn;
 use std::net::{Shutdown, SocketAddr};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use hyper::http::uri::Scheme;
 use socket2::SockRef;
 use tokio::net::TcpStream;
 
 use super::activity::EngineActivity;
 use super::connection_error::ConnectionError;
+use super::head::RequestHead;
 use super::http1::Http1;
 use super::reply_head::ReplyHead;
-use super::transport::{self, Transport};
+use crate::config::EngineHttp2;
 use crate::engines::presence;
 use crate::tls::client::EngineTlsConnector;
-
-/// Maximum idle connections to one address. One engine batches no more requests.
-const IDLE_MAX: usize = 256;
+use http2::{Http2Connection, Http2Stream};
+pub(super) use pool::IdleConnections;
+use transport::Transport;
 
 /// A handle that abandons a connection while its reply is awaited. It has no descriptor: its commands are carried
 /// out at the next poll of the reply.
@@ -35,7 +42,7 @@ pub(crate) struct ConnectionHandle {
 /// A connection. It is closed when dropped.
 #[derive(Debug)]
 pub(crate) struct Connection {
-    http: Http1<Transport>,
+    http: HttpVersion,
     handle: Arc<ConnectionHandle>,
     half_closed: bool,
     idle_since: Instant,
@@ -46,13 +53,33 @@ pub(crate) struct Connection {
     waits: bool,
 }
 
-/// Idle connections to one address.
-#[derive(Debug, Default)]
-pub(super) struct IdleConnections(Mutex<Vec<Connection>>);
+#[derive(Debug)]
+enum HttpVersion {
+    One(Http1<Transport>),
+    Two(Http2Stream),
+}
+
+/// What a connection is for. A command shares no HTTP/2 connection with requests: their bodies may have used up the
+/// engine's window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Purpose {
+    Work,
+    Command,
+}
+
+/// How to connect.
+#[derive(Clone, Copy)]
+pub(super) struct DialTerms<'a> {
+    pub tls: Option<&'a EngineTlsConnector>,
+    pub http2: EngineHttp2,
+    /// See [`super::ConnectionTerms::lost_after`].
+    pub lost_after: Duration,
+}
 
 impl ConnectionHandle {
     /// Closes the sending side. The reply can still be read, and must be awaited. Stock vLLM aborts a request at a
-    /// half-close just as at a close, and a reply that crosses it still arrives.
+    /// half-close just as at a close, and a reply that crosses it still arrives. A stream of HTTP/2 is reset, and only
+    /// a reply that has arrived can be read.
     pub(crate) fn half_close(&self) {
         self.abandon();
         self.half_closed.store(true, Ordering::SeqCst);
@@ -74,52 +101,91 @@ impl ConnectionHandle {
 }
 
 impl Connection {
-    /// Connects to the first address that accepts, with `tls` if it is set.
+    /// Connects to the first address that accepts.
+    ///
+    /// # Errors
+    /// [`std::io::ErrorKind::Unsupported`]: the engine does not speak HTTP/2, which is required.
     pub(super) async fn dial(
         addresses: &[SocketAddr],
-        tls: Option<&EngineTlsConnector>,
-        lost_after: Duration,
+        terms: DialTerms<'_>,
         activity: &Arc<EngineActivity>,
     ) -> std::io::Result<Self> {
         let stream = TcpStream::connect(addresses).await?;
         stream.set_nodelay(true)?;
-        presence::set_lost_timeout(&stream, lost_after);
-        let stream = match tls {
-            None => Transport::Left(stream),
-            Some(name) => Transport::Right(Box::new(name.connect(stream).await?)),
+        presence::set_lost_timeout(&stream, terms.lost_after);
+        let (stream, is_http2) = match terms.tls {
+            None => (Transport::Left(stream), terms.http2 == EngineHttp2::On),
+            Some(name) => {
+                let (stream, is_http2) = name.connect(stream, terms.http2).await?;
+                (Transport::Right(Box::new(stream)), is_http2)
+            }
         };
+        if is_http2 {
+            let scheme = if terms.tls.is_some() { Scheme::HTTPS } else { Scheme::HTTP };
+            let shared = Http2Connection::start(stream, scheme, terms.lost_after, activity).await?;
+            let stream = shared.open().ok_or(std::io::ErrorKind::ConnectionAborted)?;
+            return Ok(Self::over_stream(stream));
+        }
         activity.add_connection();
-        Ok(Self {
-            http: Http1::new(stream),
+        Ok(Self::new(HttpVersion::One(Http1::new(stream)), Arc::clone(activity)))
+    }
+
+    fn over_stream(stream: Http2Stream) -> Self {
+        let activity = Arc::clone(stream.connection().activity());
+        Self::new(HttpVersion::Two(stream), activity)
+    }
+
+    fn new(http: HttpVersion, activity: Arc<EngineActivity>) -> Self {
+        Self {
+            http,
             handle: Arc::default(),
             half_closed: false,
             idle_since: Instant::now(),
-            activity: Arc::clone(activity),
+            activity,
             shows_life: false,
             waits: false,
-        })
+        }
     }
 
     pub(crate) fn handle(&self) -> Arc<ConnectionHandle> {
         Arc::clone(&self.handle)
     }
 
-    /// Sends a request, the bytes of its head and the pieces of its body, and waits for the head of its reply.
-    /// `shows_life`: a reply shows that the engine works.
+    /// The shared connection of HTTP/2.
+    fn shared(&self) -> Option<Http2Connection> {
+        match &self.http {
+            HttpVersion::One(_) => None,
+            HttpVersion::Two(stream) => Some(stream.connection().clone()),
+        }
+    }
+
+    pub(super) fn is_http2(&self) -> bool {
+        matches!(self.http, HttpVersion::Two(_))
+    }
+
+    /// Stores a request, its head and the pieces of its body. [`Self::send`] sends it.
+    pub(super) fn begin(&mut self, head: &RequestHead<'_>, body: &[Bytes]) -> Result<(), ConnectionError> {
+        match &mut self.http {
+            HttpVersion::One(http) => {
+                http.begin(head.http1(), body);
+                Ok(())
+            }
+            HttpVersion::Two(stream) => stream.begin(head, body),
+        }
+    }
+
+    /// Sends the request, and waits for the head of its reply. `shows_life`: a reply shows that the engine works.
     ///
     /// # Cancel safety
     /// The connection is unusable after a cancelled call.
-    pub(crate) async fn send(
-        &mut self,
-        head: Vec<u8>,
-        body: &[Bytes],
-        shows_life: bool,
-    ) -> Result<ReplyHead, ConnectionError> {
+    pub(super) async fn send(&mut self, shows_life: bool) -> Result<ReplyHead, ConnectionError> {
         self.shows_life = shows_life;
-        self.http.begin(head, body);
         let head = poll_fn(|context| {
-            self.apply_half_close();
-            self.http.poll_head(context)
+            let ends = self.apply_half_close();
+            match &mut self.http {
+                HttpVersion::One(http) => http.poll_head(context),
+                HttpVersion::Two(stream) => stream.poll_head(context, ends),
+            }
         });
         let head = head.await?;
         // Stock vLLM sends the head of a stream before it has begun, also while its engine hangs.
@@ -134,8 +200,11 @@ impl Connection {
         &mut self,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Bytes, ConnectionError>>> {
-        self.apply_half_close();
-        let piece = self.http.poll_piece(context);
+        let ends = self.apply_half_close();
+        let piece = match &mut self.http {
+            HttpVersion::One(http) => http.poll_piece(context),
+            HttpVersion::Two(stream) => stream.poll_piece(context, ends),
+        };
         match &piece {
             Poll::Pending => self.waits = true,
             Poll::Ready(Some(Ok(_))) if std::mem::take(&mut self.waits) && self.shows_life => {
@@ -146,23 +215,34 @@ impl Connection {
         piece
     }
 
-    /// Carries out the handle's half-close.
-    fn apply_half_close(&mut self) {
+    /// Carries out the handle's half-close, and returns whether there was one. HTTP/2 has none that an engine reacts
+    /// to: there the stream is reset, unless the reply has arrived.
+    fn apply_half_close(&mut self) -> bool {
         if !self.half_closed && self.handle.half_closed.load(Ordering::Relaxed) {
             self.half_closed = true;
-            // An error means that the connection is closed already, which is the purpose.
-            let _ = SockRef::from(transport::tcp(self.http.stream())).shutdown(Shutdown::Write);
+            if let HttpVersion::One(http) = &self.http {
+                // An error means that the connection is closed already, which is the purpose.
+                let _ = SockRef::from(transport::tcp(http.stream())).shutdown(Shutdown::Write);
+            }
         }
+        self.half_closed
     }
 
     /// Whether the whole reply was read.
     pub(crate) fn is_ended(&self) -> bool {
-        self.http.is_ended()
+        match &self.http {
+            HttpVersion::One(http) => http.is_ended(),
+            HttpVersion::Two(stream) => stream.is_ended(),
+        }
     }
 
-    /// Whether another request can be sent: the last reply was read, and the engine has not closed the connection.
+    /// Whether another request can be sent: the last reply was read, and the engine has not closed the connection. A
+    /// stream of HTTP/2 serves one request.
     pub(crate) fn is_ready(&mut self) -> bool {
-        self.http.is_ready()
+        match &mut self.http {
+            HttpVersion::One(http) => http.is_ready(),
+            HttpVersion::Two(_) => false,
+        }
     }
 
     pub(crate) fn mark_idle(&mut self, now: Instant) {
@@ -174,45 +254,6 @@ impl Connection {
     }
 }
 
-impl IdleConnections {
-    /// The last one that seems to be open and was idle for a shorter time.
-    pub(super) fn take(&self, idle_timeout: Duration) -> Option<Connection> {
-        loop {
-            let mut idle = self.lock().pop()?;
-            if idle.idle_for() < idle_timeout && idle.is_ready() {
-                return Some(idle);
-            }
-        }
-    }
-
-    /// Keeps a connection for the next request. The oldest one is closed if there are too many.
-    pub(super) fn store(&self, mut connection: Connection) {
-        if !connection.is_ready() {
-            return;
-        }
-        connection.mark_idle(Instant::now());
-        let mut pool = self.lock();
-        if pool.len() == IDLE_MAX {
-            pool.remove(0);
-        }
-        pool.push(connection);
-    }
-
-    /// Closes those that were idle for too long.
-    pub(super) fn close_old(&self, idle_timeout: Duration) {
-        self.lock().retain(|idle| idle.idle_for() < idle_timeout);
-    }
-
-    /// Closes those whose other end has closed.
-    pub(super) fn close_unready(&self) {
-        self.lock().retain_mut(Connection::is_ready);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<Connection>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 /// Whether a connection failed because this machine lacks a resource.
 pub(super) fn is_local_error(error: &std::io::Error) -> bool {
     let local = [libc::EMFILE, libc::ENFILE, libc::EADDRNOTAVAIL, libc::ENOBUFS, libc::ENOMEM];
@@ -221,7 +262,9 @@ pub(super) fn is_local_error(error: &std::io::Error) -> bool {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        self.activity.remove_connection();
+        if let HttpVersion::One(_) = self.http {
+            self.activity.remove_connection();
+        }
     }
 }
 

@@ -11,7 +11,7 @@ use std::time::Duration;
 use hyper::header::HeaderValue;
 
 use crate::config::read::first_line_of;
-use crate::config::{ConfigError, EngineConfig, EngineUrl, ReleaseMode, RouterConfig};
+use crate::config::{ConfigError, EngineConfig, EngineHttp2, EngineUrl, ReleaseMode, RouterConfig};
 use crate::engines::health;
 use crate::engines::pool_members::PoolMembers;
 use crate::engines::protocol::learned::ProtocolTerms;
@@ -30,6 +30,7 @@ pub(crate) struct ConnectionTerms {
     pub api_key: Option<HeaderValue>,
     /// For an `https://` address.
     pub tls: Option<EngineTlsConnector>,
+    pub http2: EngineHttp2,
     pub health: health::HealthTerms,
     /// How leases that are no longer needed are ended there.
     pub release: ReleaseMode,

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::connection::DialTerms;
 use super::{Connection, Engine, connection};
 use crate::engines::health::FailureKind;
 use crate::metrics::Leg;
@@ -16,6 +17,8 @@ pub(crate) enum DialError {
     OutOfResources(std::io::Error),
     /// The host reports that no process listens there.
     Refused,
+    /// The engine does not speak HTTP/2, which its configuration requires.
+    NoHttp2,
     /// No reply in time, or an error that may be the network's.
     Unanswered,
     /// The name has no address, and never had one.
@@ -32,8 +35,10 @@ impl Engine {
         let terms = self.connections.terms.load_full();
         let dialled = tokio::time::timeout(within, async {
             let addresses = self.connections.addresses.get().await.map_err(|_| DialError::Unresolved)?;
-            let (tls, activity) = (terms.tls.as_ref(), &self.connections.activity);
-            let failed = match Connection::dial(&addresses, tls, terms.lost_after, activity).await {
+            let activity = &self.connections.activity;
+            let dial =
+                DialTerms { tls: terms.tls.as_ref(), http2: terms.http2, lost_after: terms.lost_after };
+            let failed = match Connection::dial(&addresses, dial, activity).await {
                 Ok(connection) => return Ok(connection),
                 Err(error) if connection::is_local_error(&error) => {
                     return Err(DialError::OutOfResources(error));
@@ -47,13 +52,14 @@ impl Engine {
             .await;
             let failed = match moved.ok().flatten() {
                 None => failed,
-                Some(moved) => match Connection::dial(&moved, tls, terms.lost_after, activity).await {
+                Some(moved) => match Connection::dial(&moved, dial, activity).await {
                     Ok(connection) => return Ok(connection),
                     Err(error) => error,
                 },
             };
             Err(match failed.kind() {
                 std::io::ErrorKind::ConnectionRefused => DialError::Refused,
+                std::io::ErrorKind::Unsupported => DialError::NoHttp2,
                 _ => DialError::Unanswered,
             })
         });
@@ -69,7 +75,19 @@ impl Engine {
                 }
             }
             Err(DialError::Refused) => self.refused(),
-            Ok(_) | Err(DialError::Unanswered | DialError::Unresolved) => {}
+            Err(DialError::NoHttp2) => {
+                if let Some(held_back) = self.log_limiters.http2_missing.allow() {
+                    let engine = self.authority();
+                    tracing::error!(
+                        event = "engine_without_http2",
+                        engine,
+                        held_back,
+                        "the engine does not speak HTTP/2, which `http2: on` requires"
+                    );
+                }
+            }
+            Ok(connection) => self.connections.http2.learn(connection.is_http2()),
+            Err(DialError::Unanswered | DialError::Unresolved) => {}
         }
         dialled
     }

@@ -1,67 +1,106 @@
-//! The head of a request to an engine, as bytes. Names are constants here. Values are digits, ids and
-//! `HeaderValue`s, which cannot contain a line end: nothing that a client sent can begin another header or another
-//! request.
+//! The head of a request to an engine: bytes of HTTP/1.1, or fields of HTTP/2. Names are constants here. Values are
+//! digits, ids and `HeaderValue`s, which cannot contain a line end: nothing that a client sent can begin another header
+//! or another request.
 
-use hyper::Method;
-use hyper::header::HeaderValue;
+use hyper::header::{HeaderMap, HeaderName, HeaderValue};
+use hyper::http::uri::Scheme;
+use hyper::{Method, Request, Uri, Version};
 
-use super::EngineRequest;
+use super::{ConnectionError, EngineRequest};
 
 /// Capacity for a usual head.
 const USUAL_BYTES: usize = 512;
+const USUAL_FIELDS: usize = 12;
+/// Fields that HTTP/2 does not keep in its compression tables.
+const SECRET_FIELDS: [&str; 2] = ["authorization", SECRET];
+const SECRET: &str = "x-baton-cluster-secret";
 
-/// Writes the head. The router's own key replaces the client's credentials.
-pub(super) fn request(
-    host: &HeaderValue,
-    secret: Option<&HeaderValue>,
-    api_key: Option<&HeaderValue>,
-    request: &EngineRequest,
-) -> Vec<u8> {
-    let mut head = Vec::with_capacity(USUAL_BYTES);
-    for part in [request.method.as_str(), " ", &*request.path, " HTTP/1.1\r\n"] {
-        head.extend_from_slice(part.as_bytes());
-    }
-    field(&mut head, "host", host);
-    // Without this header any coding would be acceptable.
-    head.extend_from_slice(b"accept-encoding: identity\r\n");
-    let body_bytes: usize = request.pieces().iter().map(bytes::Bytes::len).sum();
-    if body_bytes > 0 || request.method != Method::GET {
-        head.extend_from_slice(b"content-type: application/json\r\n");
-        number(&mut head, "content-length", body_bytes);
-    }
-    if let Some(id) = &request.id {
-        field(&mut head, "x-request-id", id.as_str());
-    }
-    if let Some(credentials) = api_key.or(request.authorization.as_ref()) {
-        field(&mut head, "authorization", credentials);
-    }
-    if let Some(trace) = &request.trace {
-        field(&mut head, "traceparent", trace.parent());
-        trace.state().into_iter().for_each(|state| field(&mut head, "tracestate", state));
-    }
-    if let Some(rank) = request.rank {
-        number(&mut head, "x-data-parallel-rank", rank.into());
-    }
-    if request.router_settles {
-        field(&mut head, "x-baton-router-settles", "1");
-    }
-    if request.early_handoff {
-        field(&mut head, "x-baton-early-handoff", "1");
-    }
-    if let Some(secret) = secret {
-        field(&mut head, "x-baton-cluster-secret", secret);
-    }
-    head.extend_from_slice(b"\r\n");
-    head
+/// A request, and what the engine's terms add to it.
+pub(super) struct RequestHead<'a> {
+    pub host: &'a HeaderValue,
+    pub secret: Option<&'a HeaderValue>,
+    /// The router's own key, which replaces the client's credentials.
+    pub api_key: Option<&'a HeaderValue>,
+    pub request: &'a EngineRequest,
 }
 
-fn field(head: &mut Vec<u8>, name: &str, value: impl AsRef<[u8]>) {
-    for part in [name.as_bytes(), b": ", value.as_ref(), b"\r\n"] {
-        head.extend_from_slice(part);
+impl RequestHead<'_> {
+    /// The bytes of HTTP/1.1.
+    pub(super) fn http1(&self) -> Vec<u8> {
+        let mut head = Vec::with_capacity(USUAL_BYTES);
+        for part in [self.request.method.as_str(), " ", &*self.request.path, " HTTP/1.1\r\n"] {
+            head.extend_from_slice(part.as_bytes());
+        }
+        let mut field = |name: &str, value: &[u8]| {
+            for part in [name.as_bytes(), b": ", value, b"\r\n"] {
+                head.extend_from_slice(part);
+            }
+        };
+        field("host", self.host.as_bytes());
+        self.each_field(field);
+        head.extend_from_slice(b"\r\n");
+        head
+    }
+
+    /// The head of HTTP/2.
+    ///
+    /// # Errors
+    /// [`ConnectionError::Malformed`]: the path or the host cannot be part of a URI.
+    pub(super) fn http2(&self, scheme: Scheme) -> Result<Request<()>, ConnectionError> {
+        let uri = Uri::builder().scheme(scheme).authority(self.host.as_bytes());
+        let uri = uri.path_and_query(&*self.request.path).build();
+        let mut request = Request::new(());
+        *request.method_mut() = self.request.method.clone();
+        *request.uri_mut() = uri.map_err(|_| ConnectionError::Malformed("the path of the request"))?;
+        *request.version_mut() = Version::HTTP_2;
+        let mut fields = HeaderMap::with_capacity(USUAL_FIELDS);
+        self.each_field(|name, value| {
+            let mut value =
+                HeaderValue::from_bytes(value).expect("it was part of a HeaderValue, or is an id");
+            value.set_sensitive(SECRET_FIELDS.contains(&name));
+            fields.append(HeaderName::from_static(name), value);
+        });
+        *request.headers_mut() = fields;
+        Ok(request)
+    }
+
+    /// Calls `field` for each field but the host.
+    fn each_field(&self, mut field: impl FnMut(&'static str, &[u8])) {
+        let request = self.request;
+        // Without this header any coding would be acceptable.
+        field("accept-encoding", b"identity");
+        let body_bytes: usize = request.pieces().iter().map(bytes::Bytes::len).sum();
+        if body_bytes > 0 || request.method != Method::GET {
+            field("content-type", b"application/json");
+            number(body_bytes, |digits| field("content-length", digits));
+        }
+        if let Some(id) = &request.id {
+            field("x-request-id", id.as_str().as_bytes());
+        }
+        if let Some(credentials) = self.api_key.or(request.authorization.as_ref()) {
+            field("authorization", credentials.as_bytes());
+        }
+        if let Some(trace) = &request.trace {
+            field("traceparent", trace.parent());
+            trace.state().into_iter().for_each(|state| field("tracestate", state.as_bytes()));
+        }
+        if let Some(rank) = request.rank {
+            number(rank.into(), |digits| field("x-data-parallel-rank", digits));
+        }
+        if request.router_settles {
+            field("x-baton-router-settles", b"1");
+        }
+        if request.early_handoff {
+            field("x-baton-early-handoff", b"1");
+        }
+        if let Some(secret) = self.secret {
+            field(SECRET, secret.as_bytes());
+        }
     }
 }
 
-fn number(head: &mut Vec<u8>, name: &str, mut number: usize) {
+/// Passes the digits of a number.
+fn number(mut number: usize, with: impl FnOnce(&[u8])) {
     let mut text = [b'0'; 20];
     let mut from = text.len();
     loop {
@@ -72,7 +111,7 @@ fn number(head: &mut Vec<u8>, name: &str, mut number: usize) {
             break;
         }
     }
-    field(head, name, &text[from..]);
+    with(&text[from..]);
 }
 
 #[cfg(test)]
@@ -109,19 +148,34 @@ mod tests {
                  x-data-parallel-rank: 10\r\nx-baton-router-settles: 1\r\nx-baton-early-handoff: 1\r\nx-baton-cluster-secret: s\r\n\r\n"
             )
         };
-        let head = request(&host, Some(&secret), None, &outgoing);
-        assert_eq!(String::from_utf8_lossy(&head), expected("Bearer client"));
+        let head = RequestHead { host: &host, secret: Some(&secret), api_key: None, request: &outgoing };
+        assert_eq!(String::from_utf8_lossy(&head.http1()), expected("Bearer client"));
         let key = HeaderValue::from_static("Bearer router");
-        let head = request(&host, Some(&secret), Some(&key), &outgoing);
-        assert_eq!(String::from_utf8_lossy(&head), expected("Bearer router"));
+        let head = RequestHead { api_key: Some(&key), ..head };
+        assert_eq!(String::from_utf8_lossy(&head.http1()), expected("Bearer router"));
+        let two = head.http2(Scheme::HTTP).expect("a URI");
+        assert_eq!((two.method(), two.uri().to_string().as_str()), (&Method::POST, "http://h:1/p"));
+        let fields =
+            two.headers().iter().map(|(name, value)| format!("{name}: {}\r\n", value.to_str().unwrap()));
+        let fields: String = fields.collect();
+        let lines = expected("Bearer router");
+        assert_eq!(lines, format!("POST /p HTTP/1.1\r\nhost: h:1\r\n{fields}\r\n"));
+        for (name, value) in two.headers() {
+            assert_eq!(value.is_sensitive(), SECRET_FIELDS.contains(&name.as_str()), "{name}");
+        }
     }
 
     #[test]
     fn a_request_without_a_body_has_no_content_length() {
-        let head = request(&HeaderValue::from_static("h"), None, None, &EngineRequest::get("/health"));
-        assert_eq!(head, b"GET /health HTTP/1.1\r\nhost: h\r\naccept-encoding: identity\r\n\r\n");
-        let head =
-            request(&HeaderValue::from_static("h"), None, None, &EngineRequest::post("/p", Bytes::new()));
+        let head = |request: &EngineRequest| {
+            let host = HeaderValue::from_static("h");
+            RequestHead { host: &host, secret: None, api_key: None, request }.http1()
+        };
+        assert_eq!(
+            head(&EngineRequest::get("/health")),
+            b"GET /health HTTP/1.1\r\nhost: h\r\naccept-encoding: identity\r\n\r\n"
+        );
+        let head = head(&EngineRequest::post("/p", Bytes::new()));
         assert!(String::from_utf8_lossy(&head).contains("content-length: 0\r\n"));
     }
 }

@@ -7,7 +7,7 @@ use std::mem::MaybeUninit;
 use std::time::{Duration, SystemTime};
 
 use hyper::StatusCode;
-use hyper::header::HeaderValue;
+use hyper::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderValue};
 
 use super::content_coding::Coding;
 
@@ -125,20 +125,42 @@ fn of(
         }
     }
     let extent = extent(status, is_1_0, coding, length)?;
-    let after =
-        after_ms.and_then(count).map(Duration::from_millis).or_else(|| after.and_then(seconds_or_date));
     Ok(ParsedHead {
         head: ReplyHead {
             status,
             content_type: kind.map(content_type).transpose()?,
             metadata: metadata.map(header_value).transpose()?,
             coding: content_coding,
-            retry_after: after.map(|after| after.min(RETRY_AFTER_MAX)),
+            retry_after: retry_after(after_ms, after),
         },
         extent,
         reusable: extent != ReplyLength::ToEnd && !is_1_0 && !closes,
         bytes,
     })
+}
+
+/// The head of an HTTP/2 reply. Its frames contain the length of the body.
+///
+/// # Errors
+/// [`ReplyHeadError`]. Only its stream is then unusable.
+pub(super) fn of_fields(status: StatusCode, fields: &HeaderMap) -> Result<ReplyHead, ReplyHeadError> {
+    if fields.len() > FIELDS_MAX {
+        return Err(ReplyHeadError("too many fields"));
+    }
+    let first = |name: &str| fields.get(name).map(HeaderValue::as_bytes);
+    let codings = fields.get_all(CONTENT_ENCODING).iter();
+    Ok(ReplyHead {
+        status,
+        content_type: fields.get(CONTENT_TYPE).map(|kind| content_type(kind.as_bytes())).transpose()?,
+        metadata: fields.get("metadata").cloned(),
+        coding: codings.fold(Coding::Identity, |coding, value| coding.and(value.as_bytes())),
+        retry_after: retry_after(first("retry-after-ms"), first("retry-after")),
+    })
+}
+
+fn retry_after(after_ms: Option<&[u8]>, after: Option<&[u8]>) -> Option<Duration> {
+    let ms = after_ms.and_then(count).map(Duration::from_millis);
+    ms.or_else(|| after.and_then(seconds_or_date)).map(|after| after.min(RETRY_AFTER_MAX))
 }
 
 fn check_single(before: Option<&[u8]>) -> Result<(), ReplyHeadError> {
@@ -240,6 +262,28 @@ mod tests {
         ] {
             assert_eq!(head(fields).retry_after, after_ms.map(Duration::from_millis), "{fields}");
         }
+    }
+
+    #[test]
+    fn the_fields_of_http2_mean_the_same_as_those_of_http1() {
+        let fields = [
+            ("content-type", "text/event-stream"),
+            ("content-encoding", "gzip"),
+            ("metadata", "{}"),
+            ("retry-after", "2"),
+            ("retry-after-ms", "300"),
+        ];
+        let text: String = fields.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
+        let mut map = HeaderMap::new();
+        for (name, value) in fields {
+            map.append(name, HeaderValue::from_static(value));
+        }
+        let two = of_fields(StatusCode::TOO_MANY_REQUESTS, &map).expect("a head");
+        assert_eq!(format!("{two:?}"), format!("{:?}", head(&text)));
+        map.append("content-encoding", HeaderValue::from_static("br"));
+        assert_eq!(of_fields(StatusCode::OK, &map).expect("a head").coding, Coding::Unknown);
+        (0..FIELDS_MAX).for_each(|_| drop(map.append("x", HeaderValue::from_static("y"))));
+        assert_eq!(of_fields(StatusCode::OK, &map).err(), Some(ReplyHeadError("too many fields")));
     }
 
     #[test]

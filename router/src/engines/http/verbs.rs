@@ -15,9 +15,13 @@ use baton_connector::{Epoch, Handle};
 use hyper::header::HeaderValue;
 
 use super::activity::EngineActivity;
-use super::connection::{IdleConnections, is_local_error};
-use super::{Addresses, CallError, Connection, ConnectionError, Engine, EngineRequest, Reply, head};
-use crate::config::EngineUrl;
+use super::connection::{DialTerms, IdleConnections, Purpose, is_local_error};
+use super::head::RequestHead;
+use super::{
+    Addresses, CallError, Connection, ConnectionError, ConnectionTerms, Engine, EngineRequest, Reply,
+    ReplyHead,
+};
+use crate::config::{EngineHttp2, EngineUrl};
 use crate::engines::protocol::Verb;
 
 /// Time for which an engine gets no request for a missing verb. Each check costs one settlement a useless request.
@@ -126,16 +130,15 @@ impl ControlAddress {
     /// Dropping the future cuts the connection.
     async fn call(&self, engine: &Arc<Engine>, request: &EngineRequest) -> Result<Reply, CallError> {
         let terms = engine.connections.terms.load_full();
-        let head = || head::request(&self.host, terms.secret.as_ref(), terms.api_key.as_ref(), request);
         let reply = |head, connection| {
             Reply::new(head, connection, Arc::clone(engine)).with_pool(Arc::clone(&self.idle))
         };
-        if let Some(mut idle) = self.idle.take(terms.idle_timeout) {
-            match idle.send(head(), request.pieces(), false).await {
+        if let Some(mut idle) = self.idle.take(terms.idle_timeout, Purpose::Command) {
+            match self.send(&mut idle, &terms, request).await {
                 Ok(head) => return Ok(reply(head, idle)),
                 // The connection was closed before. Verbs and queries can be repeated.
-                Err(ConnectionError::Unanswered) => {}
-                Err(error) => return Err(CallError::Broken(error)),
+                Err(ConnectionError::Unanswered | ConnectionError::GoingAway) => {}
+                Err(error) => return Err(CallError::of(error)),
             }
         }
         let dial = async {
@@ -146,7 +149,10 @@ impl ControlAddress {
                 // The terms are those of another address: a reload is in progress. No secret is sent in clear.
                 return Err(CallError::NotConnected);
             }
-            let dialled = Connection::dial(&addresses, tls, terms.lost_after, &self.activity).await;
+            // In clear text the setting is for the engine's own address.
+            let http2 = if tls.is_some() { terms.http2 } else { EngineHttp2::Off };
+            let dial = DialTerms { tls, http2, lost_after: terms.lost_after };
+            let dialled = Connection::dial(&addresses, dial, &self.activity).await;
             dialled.map_err(|error| {
                 if error.kind() == std::io::ErrorKind::ConnectionRefused {
                     engine.verbs.forget_missing();
@@ -159,10 +165,23 @@ impl ControlAddress {
         };
         let dialled = tokio::time::timeout(terms.connect_timeout, dial).await;
         let mut fresh = dialled.unwrap_or(Err(CallError::NotConnected))?;
-        match fresh.send(head(), request.pieces(), false).await {
+        self.idle.share(&fresh, Purpose::Command);
+        match self.send(&mut fresh, &terms, request).await {
             Ok(head) => Ok(reply(head, fresh)),
-            Err(error) => Err(CallError::Broken(error)),
+            Err(error) => Err(CallError::of(error)),
         }
+    }
+
+    async fn send(
+        &self,
+        connection: &mut Connection,
+        terms: &ConnectionTerms,
+        request: &EngineRequest,
+    ) -> Result<ReplyHead, ConnectionError> {
+        let (secret, api_key) = (terms.secret.as_ref(), terms.api_key.as_ref());
+        let head = RequestHead { host: &self.host, secret, api_key, request };
+        connection.begin(&head, request.pieces())?;
+        connection.send(false).await
     }
 
     /// The idle connections.

@@ -15,6 +15,7 @@ fn without_verbs() -> ConnectionTerms {
         secret: None,
         api_key: None,
         tls: None,
+        http2: Default::default(),
         health: health::state::tests::TERMS,
         release: ReleaseMode::Lease,
         control: None,

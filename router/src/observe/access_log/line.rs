@@ -5,6 +5,7 @@ use std::net::IpAddr;
 use std::time::{Duration, SystemTime};
 
 use baton_connector::exchange::Span;
+use hyper::Version;
 use serde::Serialize;
 use time::OffsetDateTime;
 use time::format_description::BorrowedFormatItem;
@@ -25,6 +26,7 @@ struct LogLine<'a> {
     client: Option<IpAddr>,
     method: &'a str,
     path: &'a str,
+    protocol: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     user_agent: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -66,6 +68,14 @@ struct LogLine<'a> {
     finish_reason: Option<&'static str>,
 }
 
+fn protocol(version: Version) -> &'static str {
+    match version {
+        Version::HTTP_2 => "HTTP/2",
+        Version::HTTP_10 => "HTTP/1.0",
+        _ => "HTTP/1.1",
+    }
+}
+
 fn ms(time: Duration) -> f64 {
     time.as_micros() as f64 / 1000.0
 }
@@ -85,6 +95,7 @@ pub(super) fn write(finished: &FinishedRequest, to: &mut dyn Write) -> std::io::
         client: finished.head.client,
         method: finished.head.method.as_str(),
         path: &finished.head.path,
+        protocol: protocol(finished.head.version),
         user_agent: finished.head.user_agent.as_deref(),
         tenant: finished.tenant.as_deref(),
         model: finished.model.as_ref().map(|model| model.name.as_str()),

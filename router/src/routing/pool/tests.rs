@@ -29,6 +29,7 @@ fn terms() -> ConnectionTerms {
         secret: None,
         api_key: None,
         tls: None,
+        http2: Default::default(),
         health: state::tests::TERMS,
         release: ReleaseMode::default(),
         protocol: ProtocolTerms::default(),

@@ -15,12 +15,13 @@ use http_body_util::{BodyExt, Full};
 use hyper::body::{Frame, Incoming};
 use hyper::header::HeaderMap;
 use hyper::service::service_fn;
-use hyper::{Request, Response};
-use hyper_util::rt::TokioIo;
+use hyper::{Request, Response, Version};
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinHandle;
+
+use crate::harness::serve::serve_connection;
 
 /// Limit on a test's wait for a state.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -76,6 +77,7 @@ pub(crate) enum Action {
 #[derive(Clone, Debug)]
 pub(crate) struct ReceivedRequest {
     pub path: String,
+    pub version: Version,
     pub headers: HeaderMap,
     pub body: Value,
     /// The body, unchanged.
@@ -90,6 +92,8 @@ struct FakeEngineState {
     gate: Gate,
     cut: AtomicUsize,
     connections: AtomicUsize,
+    /// The stream limit of HTTP/2.
+    streams: AtomicUsize,
     open: AtomicUsize,
     /// The status of answers to abort and release: 0 for 200 with the contract's answer.
     verbs: std::sync::atomic::AtomicU16,
@@ -154,6 +158,7 @@ impl FakeEngine {
     fn listening(listener: TcpListener, actions: Vec<Action>) -> Self {
         let address = listener.local_addr().unwrap();
         let inner = Arc::new(FakeEngineState::default());
+        inner.streams.store(200, Ordering::SeqCst);
         *inner.last.lock().unwrap() = actions.last().cloned();
         *inner.script.lock().unwrap() = actions.into();
         let server = tokio::spawn(serve(listener, Arc::clone(&inner)));
@@ -220,6 +225,12 @@ impl FakeEngine {
     /// Leaves liveness probes unanswered from now on, as a stopped process.
     pub(crate) fn unresponsive(self) -> Self {
         self.inner.health_hangs.store(true, Ordering::SeqCst);
+        self
+    }
+
+    /// Allows so many streams on a new HTTP/2 connection.
+    pub(crate) fn with_streams(self, streams: usize) -> Self {
+        self.inner.streams.store(streams, Ordering::SeqCst);
         self
     }
 
@@ -294,13 +305,11 @@ async fn serve(listener: TcpListener, inner: Arc<FakeEngineState>) {
         inner.connections.fetch_add(1, Ordering::SeqCst);
         inner.open.fetch_add(1, Ordering::SeqCst);
         let (inner, open) = (Arc::clone(&inner), Arc::clone(&inner));
+        let streams = inner.streams.load(Ordering::SeqCst).try_into().unwrap_or(u32::MAX);
         connections.spawn(async move {
             let crossing = inner.crossing.load(Ordering::SeqCst);
             let service = service_fn(move |request| answer(Arc::clone(&inner), request));
-            let _ = hyper::server::conn::http1::Builder::new()
-                .half_close(crossing)
-                .serve_connection(TokioIo::new(stream), service)
-                .await;
+            serve_connection(stream, crossing, streams, service).await;
             open.open.fetch_sub(1, Ordering::SeqCst);
         });
     }
@@ -334,6 +343,7 @@ async fn answer(
     let path = head.uri.path().to_owned();
     let request = ReceivedRequest {
         path: path.clone(),
+        version: head.version,
         headers: head.headers,
         body: serde_json::from_slice(&body).unwrap_or(Value::Null),
         raw: body,

@@ -171,7 +171,7 @@ fn heads() -> Vec<RawCase> {
         case("HTTP/0.9", "GET /\r\n", 400),
         case("an odd version", line("GET /health HTTP/1.10"), 400),
         case("a version in small letters", line("GET /health http/1.1"), 400),
-        case("HTTP/2 with prior knowledge", "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0", 505),
+        case("HTTP/2 without its preface", line("GET /health HTTP/2.0"), 505),
         case("HTTP/1.2", line("GET /health HTTP/1.2"), 505),
         case("TLS", b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03".to_vec(), 400),
         case("CONNECT", line("CONNECT x:80 HTTP/1.1"), 405),

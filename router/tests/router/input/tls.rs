@@ -70,13 +70,19 @@ impl Authority {
         }
     }
 
+    /// The file of the root certificate.
+    pub(crate) fn ca(&self) -> String {
+        self.path("ca.pem").display().to_string()
+    }
+
     /// The files of a pair, as YAML.
     pub(crate) fn files(&self, name: &str) -> String {
         let (pem, key) = (self.path(&format!("{name}.pem")), self.path(&format!("{name}.key")));
         format!("certificate: '{}', key: '{}'", pem.display(), key.display())
     }
 
-    pub(crate) fn connector(&self, own: Option<&PemPair>) -> TlsConnector {
+    /// A client with this certificate, that offers these protocols.
+    pub(crate) fn connector(&self, own: Option<&PemPair>, alpn: &[&str]) -> TlsConnector {
         use rustls::pki_types::pem::PemObject;
         let mut roots = RootCertStore::empty();
         roots.add(CertificateDer::from_pem_slice(self.issuer.pem().as_bytes()).unwrap()).unwrap();
@@ -92,7 +98,7 @@ impl Authority {
                 builder.with_client_auth_cert(chain.map(Result::unwrap).collect(), key).unwrap()
             }
         };
-        config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+        config.alpn_protocols = alpn.iter().map(|name| name.as_bytes().to_vec()).collect();
         TlsConnector::from(Arc::new(config))
     }
 
@@ -100,7 +106,7 @@ impl Authority {
         let stream = TcpStream::connect(to).await?;
         stream.set_nodelay(true)?;
         let name = ServerName::try_from("router.test").unwrap();
-        let stream = self.connector(own).connect(name, stream).await?;
+        let stream = self.connector(own, &["http/1.1"]).connect(name, stream).await?;
         Ok(TlsClient { stream, buffer: Vec::new() })
     }
 }
@@ -149,13 +155,13 @@ impl TlsClient {
     }
 }
 
-async fn system(authority: &Authority, d: &FakeEngine, tls: &str, top: &str) -> TestRouter {
+pub(crate) async fn system(authority: &Authority, d: &FakeEngine, tls: &str, top: &str) -> TestRouter {
     authority.install("router", &authority.signs(&["router.test"], None));
     let listen = format!("listen_tls: {{{}{tls}}}\n{top}", authority.files("router"));
     TestRouter::with(&[], &[d], "", &listen).await
 }
 
-fn client_ca(authority: &Authority, auth: &str) -> String {
+pub(crate) fn client_ca(authority: &Authority, auth: &str) -> String {
     format!(", client_ca: '{}', client_auth: {auth}", authority.path("ca.pem").display())
 }
 
@@ -165,7 +171,7 @@ async fn requests_and_streams_go_through_tls_on_kept_connections() {
     let d = FakeEngine::scripted(vec![Action::Whole(100_000), Action::Stream(3), Action::Whole(1)]).await;
     let system = system(&authority, &d, "", "").await;
     let mut client = authority.connect(system.address, None).await.unwrap();
-    assert_eq!(client.stream.get_ref().1.alpn_protocol(), Some(b"http/1.1".as_slice()), "h2 is not offered");
+    assert_eq!(client.stream.get_ref().1.alpn_protocol(), Some(b"http/1.1".as_slice()));
     client.post(&completion(false)).await;
     let answer = client.until("tttt\"}]}").await.unwrap();
     assert!(answer.starts_with("HTTP/1.1 200") && answer.len() > 100_000);
@@ -323,7 +329,8 @@ async fn a_missing_handshake_is_cut_and_delays_no_client() {
 }
 
 /// A TLS proxy in front of an engine that requires client certificates.
-async fn encrypted(authority: &Authority, engine: SocketAddr) -> SocketAddr {
+/// `names`: the versions of HTTP that it offers by ALPN.
+pub(crate) async fn encrypted(authority: &Authority, engine: SocketAddr, names: &[&str]) -> SocketAddr {
     use rustls::pki_types::pem::PemObject;
     let pair = authority.signs(&["engine.test"], None);
     let mut roots = RootCertStore::empty();
@@ -331,12 +338,13 @@ async fn encrypted(authority: &Authority, engine: SocketAddr) -> SocketAddr {
     let verifier = rustls::server::WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider());
     let chain = CertificateDer::pem_slice_iter(pair.certificate.as_bytes()).map(Result::unwrap).collect();
     let key = PrivateKeyDer::from_pem_slice(pair.key.as_bytes()).unwrap();
-    let config = rustls::ServerConfig::builder_with_provider(provider())
+    let mut config = rustls::ServerConfig::builder_with_provider(provider())
         .with_safe_default_protocol_versions()
         .unwrap()
         .with_client_cert_verifier(verifier.build().unwrap())
         .with_single_cert(chain, key)
         .unwrap();
+    config.alpn_protocols = names.iter().map(|name| name.as_bytes().to_vec()).collect();
     let acceptor = TlsAcceptor::from(Arc::new(config));
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -358,7 +366,7 @@ async fn encrypted(authority: &Authority, engine: SocketAddr) -> SocketAddr {
 async fn engines_are_reached_by_mutual_tls_and_their_certificates_are_checked() {
     let (authority, foreign) = (Authority::new(), Authority::new());
     let d = FakeEngine::scripted(vec![Action::Whole(1), Action::Stream(2), Action::Hang]).await;
-    let proxy = encrypted(&authority, d.address).await;
+    let proxy = encrypted(&authority, d.address, &[]).await;
     authority.install("own", &authority.signs(&["router.test"], None));
     foreign.install("own", &foreign.signs(&["router.test"], None));
     let yaml = |by: &Authority, own: &Authority, name: &str| {
@@ -508,7 +516,7 @@ async fn beyond_loopback_the_admin_listener_needs_a_token_or_certificates() {
 
 /// A client's first TLS message.
 fn hello(authority: &Authority) -> Vec<u8> {
-    let config = Arc::clone(authority.connector(None).config());
+    let config = Arc::clone(authority.connector(None, &["http/1.1"]).config());
     let name = ServerName::try_from("router.test").unwrap();
     let mut bytes = Vec::new();
     rustls::ClientConnection::new(config, name).unwrap().write_tls(&mut bytes).unwrap();

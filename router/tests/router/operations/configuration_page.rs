@@ -291,6 +291,7 @@ fn every_example_is_a_configuration_and_fits_the_schema() {
         "messages.yaml",
         "vllm-transfers.yaml",
         "multi-tenant.yaml",
+        "several-routers.yaml",
     ] {
         assert!(examples.contains_key(name), "{name} is there");
     }

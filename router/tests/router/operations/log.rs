@@ -13,10 +13,16 @@ use crate::harness::system::TestRouter;
 
 /// Collects the router's warnings as text. A line begins with its span.
 #[derive(Clone, Default)]
-struct Warnings {
+pub(crate) struct Warnings {
     lines: Arc<Mutex<Vec<String>>>,
     /// Target and text of each span, by id.
     spans: Arc<Mutex<Vec<(String, String)>>>,
+}
+
+impl Warnings {
+    pub(crate) fn lines(&self) -> Vec<String> {
+        self.lines.lock().unwrap().clone()
+    }
 }
 
 struct WarningText(String);
@@ -77,7 +83,7 @@ async fn an_unreachable_engine_is_logged_seldom_with_a_request_id() {
         assert!(post(both.address, "/v1/completions", &completion(false)).await.status >= 500);
     }
     both.settled().await;
-    let lines = warnings.lines.lock().unwrap().clone();
+    let lines = warnings.lines();
     let of = |engine: &str| lines.iter().filter(|line| line.contains(engine)).count();
     for engine in [d.address.to_string(), address] {
         assert!((1..=REQUESTS / 4).contains(&of(&engine)), "{engine}: {lines:#?}");

@@ -51,7 +51,7 @@ async fn a_gateway_reaches_the_picker_by_tls() {
     let model = format!("    decode: {}", pool(&[engine], "round_robin", None));
     let picker =
         TestPicker::start(&model, &format!("picker: {{tls: {{{}}}}}\n", authority.files("picker"))).await;
-    let connector = GatewayTls { to: picker.address, tls: authority.connector(None) };
+    let connector = GatewayTls { to: picker.address, tls: authority.connector(None, &["h2"]) };
     let endpoint = Channel::from_static("http://picker.test");
     let mut stream = GatewayStream::open(endpoint.connect_with_connector(connector).await.unwrap()).await;
     stream.send(head(&[], None, false)).await;

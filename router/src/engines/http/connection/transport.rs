@@ -5,10 +5,10 @@ use tokio_rustls::client::TlsStream;
 use tokio_util::either::Either;
 
 /// Either stream. Without TLS it costs a comparison.
-pub(super) type Transport = Either<TcpStream, Box<TlsStream<TcpStream>>>;
+pub(in crate::engines::http) type Transport = Either<TcpStream, Box<TlsStream<TcpStream>>>;
 
 /// The TCP socket.
-pub(super) fn tcp(transport: &Transport) -> &TcpStream {
+pub(in crate::engines::http) fn tcp(transport: &Transport) -> &TcpStream {
     match transport {
         Transport::Left(stream) => stream,
         Transport::Right(stream) => stream.get_ref().0,

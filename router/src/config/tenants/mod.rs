@@ -1,4 +1,7 @@
-//! The `auth` part and the keys file: API keys, client certificates, tenants, and their limits.
+//! The `auth` part and the keys file: API keys, client certificates, issuers of tokens, tenants, and their limits.
+
+pub(crate) mod jwt;
+pub(crate) mod shared_limits;
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -12,9 +15,11 @@ use time::macros::format_description;
 use time::{Date, PrimitiveDateTime};
 
 use super::limits::Priority;
+use jwt::JwtConfig;
+use shared_limits::SharedLimitsConfig;
 
-/// Clients that may use the router. With this part every request needs a key, or a client certificate listed
-/// here.
+/// Clients that may use the router. With this part every request needs a key, a token of an issuer listed here, or
+/// a client certificate listed here.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema, Validate)]
 #[serde(deny_unknown_fields, default)]
 pub struct AuthConfig {
@@ -32,6 +37,14 @@ pub struct AuthConfig {
     /// Default: none.
     #[garde(length(max = 10_000), dive)]
     pub tenants: Vec<TenantConfig>,
+    /// Issuers of tokens (JWT, OpenID Connect). With an issuer, a credential with two dots is a token, and any other
+    /// one a key. At most 16. Default: none.
+    #[garde(length(max = 16), dive)]
+    pub jwt: Vec<JwtConfig>,
+    /// A server through which several routers share the limits of keys and tenants. Default: each router has its
+    /// own limits.
+    #[garde(dive)]
+    pub shared_limits: Option<SharedLimitsConfig>,
     /// A file whose first line is the secret from which each tenant's `cache_salt` is derived. Use the same
     /// for all routers in front of the same engines. Default: derived from the cluster secret. Without that,
     /// each start makes a new one, and prefix caches start empty.

@@ -1,0 +1,5 @@
+//! Requests to engines over HTTP/2.
+
+mod frames;
+mod negotiation;
+mod streams;
