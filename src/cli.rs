@@ -2,6 +2,7 @@
 
 #[cfg(test)]
 mod page;
+pub(crate) mod sidecar;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -49,6 +50,11 @@ pub(crate) enum Command {
     Router(RouterArgs),
     /// Run the endpoint picker: choose engines for a gateway (Envoy) that forwards requests itself
     Picker(PickerArgs),
+    /// Run the routing sidecar: beside a decode engine, with the prefill engine from a header of each request
+    #[command(
+        after_help = "The options are those of llm-d's routing sidecar. An error names those that are not supported"
+    )]
+    Sidecar(Box<sidecar::SidecarArgs>),
     /// Validate a router configuration
     Check(CheckArgs),
     /// Explain how a request was routed, or how one would be

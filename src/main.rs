@@ -12,6 +12,7 @@ mod parity;
 mod picker;
 mod router;
 mod shutdown;
+mod sidecar;
 mod up;
 
 use std::io::IsTerminal;
@@ -38,13 +39,18 @@ fn main() -> ExitCode {
     // A server does not end because the reader of its first lines has closed the pipe.
     let serves = matches!(
         cli.command,
-        cli::Command::Up(_) | cli::Command::Engine(_) | cli::Command::Router(_) | cli::Command::Picker(_)
+        cli::Command::Up(_)
+            | cli::Command::Engine(_)
+            | cli::Command::Router(_)
+            | cli::Command::Picker(_)
+            | cli::Command::Sidecar(_)
     );
     let result = match cli.command {
         cli::Command::Up(args) => up::run(args),
         cli::Command::Engine(args) => engine::run(*args),
         cli::Command::Router(args) => router::run(&args),
         cli::Command::Picker(args) => picker::run(&args),
+        cli::Command::Sidecar(args) => sidecar::run(&args),
         cli::Command::Check(args) => router::check(&args),
         cli::Command::Explain(args) => explain::run(&args),
         cli::Command::Top(args) => baton_bench::ops::top::run(&args, &mut CommandOutput),

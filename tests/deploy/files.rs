@@ -65,6 +65,12 @@ const READ_BY: &[(&str, &str, &str, &str)] = &[
         "envoy_reaches_the_picker_and_waits_longer_than_its_queue",
         "\"deploy/envoy/picker.yaml\"",
     ),
+    (
+        "envoy/sidecar.yaml",
+        "sidecar",
+        "the_sidecars_manifest_conforms_to_the_api_and_its_parts_name_each_other",
+        "\"deploy/envoy/sidecar.yaml\"",
+    ),
     ("kubernetes/base/*", "manifests", "every_file_is_part_of_an_overlay", "\"deploy/kubernetes\""),
     ("kubernetes/components/*", "manifests", "every_file_is_part_of_an_overlay", "\"deploy/kubernetes\""),
     ("kubernetes/overlays/*", "manifests", "every_file_is_part_of_an_overlay", "\"deploy/kubernetes\""),

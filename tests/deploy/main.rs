@@ -12,7 +12,7 @@
 //! | `container` | the image's contents, built and run without a container engine |
 //! | `examples` | every router configuration of this repository, also those in pages, passes `baton check` |
 //! | `doctor` | `baton doctor --strict` passes for a router and engines with the example's configuration |
-//! | `envoy` | Envoy's configuration and the endpoint picker's agree |
+//! | `envoy`, `sidecar` | Envoy's configuration and the endpoint picker's agree; the sidecar's manifest fits the pool |
 //! | `collector`, `traces` | the OpenTelemetry collector's configuration; one request's trace, from its client to both engines |
 //! | `files` | the test that reads each file: every file has one |
 //! | `vllm` | the overlay, the image and the pages of the connector for vLLM agree with its package |
@@ -38,6 +38,7 @@ mod promql;
 mod receiver;
 mod references;
 mod runbook;
+mod sidecar;
 mod systemd;
 mod traces;
 mod vllm;

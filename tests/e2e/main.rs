@@ -12,6 +12,7 @@
 //! | `refusals` | an engine refuses, is down or dies: one clear error, nothing held |
 //! | `reports` | the five source reports |
 //! | `resume` | a decode engine dies during a stream: the client gets one response |
+//! | `sidecar` | `baton sidecar` beside a decode engine: a client disconnects in every phase |
 //! | `stale` | blocks that were reused before or during a read: never a wrong text |
 //! | `storm` | many clients at once, a third of which disconnect |
 //! | `endings` | the router is killed or shut down, or an engine is shut down |
@@ -38,6 +39,7 @@ mod recall;
 mod refusals;
 mod reports;
 mod resume;
+mod sidecar;
 mod stale;
 mod storm;
 mod up;

@@ -55,6 +55,7 @@ const LAYERS: &[(&str, &[&str])] = &[
             "observe",
             "state",
             "exchange",
+            "sidecar",
             "service",
             "picker",
             "admin",

@@ -1,5 +1,5 @@
-//! Simulated engines with vLLM's prefill/decode protocol over HTTP/1.1 and almost no work, so that a benchmark
-//! measures only the gateway in front of them.
+//! Simulated engines with vLLM's prefill/decode protocol and almost no work, so that a benchmark measures only the
+//! gateway in front of them. They speak HTTP/1.1, and HTTP/2 to a caller that begins with its preface.
 //!
 //! A prefill engine returns a complete handoff. A decode engine returns a number of tokens, streamed one write per
 //! token, or in one piece. Only the framing of a request is checked. The server is written by hand, with one thread
@@ -17,6 +17,7 @@
 //! socket.
 
 pub(crate) mod connection;
+mod http2;
 
 pub(crate) use connection::{head_bytes, header};
 
@@ -272,6 +273,10 @@ async fn serve(listener: TcpListener, shared: Arc<EngineShared>) {
         let _ = stream.set_nodelay(true);
         let shared = Arc::clone(&shared);
         connections.spawn(async move {
+            let mut first = [0; 4];
+            if matches!(stream.peek(&mut first).await, Ok(4)) && &first == b"PRI " {
+                return http2::serve(stream, &shared).await;
+            }
             // An error means that the caller closed the connection.
             let _ = connection(stream, &shared).await;
         });

@@ -2,9 +2,10 @@
 //!
 //! All gateways are on loopback in front of one simulated prefill engine and one simulated decode engine
 //! ([`crate::sim::instant`]). They are nginx as a plain reverse proxy (one hop, to the decode engine), this router,
-//! and with `--peers` the routers that `bench/peers.sh` installs. A missing one is skipped with a line on standard
-//! error. Rounds alternate between the gateways, so that other load of the machine affects all of them. Each number
-//! is the median over the repetitions, with minimum and maximum. Each ratio is of the same repetition.
+//! with `--http2` this router with HTTP/2 to the engines, and with `--peers` the routers that `bench/peers.sh`
+//! installs. A missing one is skipped with a line on standard error. Rounds alternate between the gateways, so that
+//! other load of the machine affects all of them. Each number is the median over the repetitions, with minimum and
+//! maximum. Each ratio is of the same repetition.
 //!
 //! | measured | how |
 //! |---|---|
@@ -68,6 +69,9 @@ pub struct RouterArgs {
     /// Cancelled requests per phase and subject; 0 skips the measurement
     #[arg(long, value_name = "N", default_value_t = 300)]
     pub cancels: usize,
+    /// Measure the router with HTTP/2 to its engines, too
+    #[arg(long)]
+    pub http2: bool,
     /// The programs of the gateways
     #[command(flatten)]
     pub programs: ProgramArgs,
@@ -135,6 +139,20 @@ fn runtime() -> Result<tokio::runtime::Runtime, RouterBenchError> {
     built.map_err(|error| RouterBenchError::System("no runtime", error))
 }
 
+/// Starts all gateways, and the router with HTTP/2 to its engines.
+async fn start_all(
+    args: &RouterArgs,
+    engines: &EnginePair,
+    skips: &peers::SkipLog,
+) -> Result<Vec<gateway::Gateway>, RouterBenchError> {
+    let mut subjects = peers::start_all(&args.programs, engines.addresses(), skips).await?;
+    if args.http2 {
+        let binary = args.programs.binary.as_ref();
+        subjects.push(peers::baton(binary, engines.addresses(), peers::EngineHttp::Two).await?);
+    }
+    Ok(subjects)
+}
+
 /// Measures.
 ///
 /// # Errors
@@ -143,7 +161,7 @@ pub fn measure(args: &RouterArgs) -> Result<RouterReport, RouterBenchError> {
     runtime()?.block_on(async {
         let skips = peers::SkipLog::default();
         let engines = EnginePair::start(args.tokens, Duration::ZERO)?;
-        let subjects = peers::start_all(&args.programs, engines.addresses(), &skips).await?;
+        let subjects = start_all(args, &engines, &skips).await?;
         let mut report = RouterReport::new(args, &subjects);
         for subject in &subjects {
             memory::idle(subject, report.of(subject.name)).await?;
@@ -165,13 +183,13 @@ pub fn measure(args: &RouterArgs) -> Result<RouterReport, RouterBenchError> {
         }
         subjects.into_iter().for_each(gateway::Gateway::stop);
         let engines = EnginePair::start(args.tokens, Duration::from_millis(args.pause_ms))?;
-        let subjects = peers::start_all(&args.programs, engines.addresses(), &skips).await?;
+        let subjects = start_all(args, &engines, &skips).await?;
         for repetition in 0..args.repetitions {
             load::measure(load::LoadKind::Paced, args, &subjects, repetition, &mut report).await?;
         }
         subjects.into_iter().for_each(gateway::Gateway::stop);
         let engines = EnginePair::start(first_token::TOKENS, first_token::PAUSE)?;
-        let subjects = peers::start_all(&args.programs, engines.addresses(), &skips).await?;
+        let subjects = start_all(args, &engines, &skips).await?;
         for repetition in 0..args.repetitions {
             first_token::measure(args, &engines, &subjects, repetition, &mut report).await?;
         }
@@ -195,6 +213,7 @@ mod tests {
             pause_ms: 1,
             streams: 0,
             cancels: 3,
+            http2: true,
             programs: ProgramArgs::default(),
             soak: None,
             json: false,
@@ -205,21 +224,23 @@ mod tests {
     fn a_short_run_measures_every_number() {
         let mut report = measure(&short()).expect("everything starts on loopback");
         let table = report.table();
-        let baton = report.of("baton");
-        assert_eq!(baton.first_token[0].cores, CoreMode::AsTheyAre, "{table}");
-        for first in &baton.first_token {
-            // Within one repetition. A first byte takes at least the time of a packet.
-            let added = first.p50_us.median - first.direct_p50_us.median;
-            assert!((first.added_p50_us.median - added).abs() < 1e-6, "{table}");
-            assert!(first.p50_us.median > 5.0 && first.p99_us.median >= first.p50_us.median, "{table}");
-        }
-        assert_eq!(baton.loads.len(), load::LoadKind::ALL.len(), "{table}");
-        for load in &baton.loads {
-            assert!(load.cpu_us.median > 1.0 && load.requests_per_second.median > 1.0, "{table}");
-        }
-        assert_eq!(baton.hangups.len(), hangup::HangupPhase::ALL.len(), "{table}");
-        for hangup in &baton.hangups {
-            assert_eq!((hangup.seen, hangup.missed), (3, 0), "{}: {table}", hangup.phase);
+        for name in ["baton", "baton-http2"] {
+            let baton = report.of(name);
+            assert_eq!(baton.first_token[0].cores, CoreMode::AsTheyAre, "{table}");
+            for first in &baton.first_token {
+                // Within one repetition. A first byte takes at least the time of a packet.
+                let added = first.p50_us.median - first.direct_p50_us.median;
+                assert!((first.added_p50_us.median - added).abs() < 1e-6, "{table}");
+                assert!(first.p50_us.median > 5.0 && first.p99_us.median >= first.p50_us.median, "{table}");
+            }
+            assert_eq!(baton.loads.len(), load::LoadKind::ALL.len(), "{table}");
+            for load in &baton.loads {
+                assert!(load.cpu_us.median > 1.0 && load.requests_per_second.median > 1.0, "{table}");
+            }
+            assert_eq!(baton.hangups.len(), hangup::HangupPhase::ALL.len(), "{table}");
+            for hangup in &baton.hangups {
+                assert_eq!((hangup.seen, hangup.missed), (3, 0), "{}: {table}", hangup.phase);
+            }
         }
         assert!(table.contains("baton"));
     }

@@ -272,12 +272,23 @@ impl RawBody {
         }
     }
 
-    /// The body with the fields `ours` in front (names and JSON texts, at least one). The client's fields with these
+    /// The body with the fields `ours` in front (names and JSON texts). The client's fields with these
     /// names, and with the names in `unset`, are left out. The pieces together are one object. Large pieces are slices
     /// of the original body.
     #[must_use]
     pub fn write(&self, ours: &[(&str, &[u8])], unset: &[&str]) -> Vec<Bytes> {
-        debug_assert!(!ours.is_empty(), "the first field has no comma before it");
+        if ours.is_empty() {
+            // The first field has no comma before it. A name with escapes means nothing to an engine.
+            let is_plain = |name: &str| quoted(name).len() == name.len() + 2;
+            let mut kept = self.fields.iter().filter(|field| !unset.contains(&self.name(field)));
+            return match kept.find(|field| is_plain(self.name(field))) {
+                Some(first) => {
+                    let value = first.rewritten().unwrap_or_else(|| self.value(first));
+                    self.write(&[(self.name(first), value)], unset)
+                }
+                None => vec![Bytes::from_static(b"{}")],
+            };
+        }
         let ours_bytes: usize = ours.iter().map(|(name, value)| name.len() + value.len() + 4).sum();
         let mut out = BodyPieces::new(&self.bytes, ours_bytes + self.copied_bytes());
         // `ours` is first, so that the handoff arrives even if the body is cut off or too large for an engine.

@@ -9,10 +9,12 @@ use serde_json::{Value, json};
 
 use crate::admin::explain::disaggregated;
 use crate::engines::caches::kv_events::Subscriptions;
+use crate::engines::http::Engine;
 use crate::exchange::client_request::{ClientRequest, RequestOwner};
+use crate::message::features::RoutingFeatures;
 use crate::message::path::Dialect;
 use crate::routing::disaggregation;
-use crate::routing::pool::{DryRun, another_first};
+use crate::routing::pool::{DryRun, Pool, another_first};
 use crate::state::generation::Generation;
 
 /// Decides as for a client's request with this path, body and headers, of this tenant. With `auth` each tenant has
@@ -46,17 +48,17 @@ pub(crate) fn dry_run(
     let owner = identity.as_ref().map(|(auth, identity)| RequestOwner { identity, auth });
     let request = ClientRequest::read(dialect, body.clone(), headers, generation, owner.as_ref())?;
     let mut features = request.routing_features();
-    let decode: DryRun = request.model.decode.dry_run(&features, &[]);
-    let inputs = request.disaggregation_inputs(decode.decision.cached);
+    let without_partner = match dialect.generates() {
+        true => request.model.decode.without_partner(&request.model.prefill),
+        false => Vec::new(),
+    };
+    let decode = choose(&request.model.decode, &features, &[without_partner.as_slice(), &[]]);
+    let compatibility = decode.chosen.as_ref().and_then(|chosen| chosen.compatibility());
+    let inputs = request.disaggregation_inputs(decode.decision.cached, compatibility);
     let decided = disaggregation::decide(&request.model.disaggregate, &inputs);
     let prefill = decode.chosen.as_ref().filter(|_| decided.is_remote()).map(|chosen| {
-        features.pair = chosen.pair();
-        let pool = &request.model.prefill;
-        let chosen = another_first(&[&[Arc::clone(&chosen.engine)], &[]], |tried| {
-            let trial = pool.dry_run(&features, tried);
-            if trial.chosen.is_some() { Ok(trial) } else { Err(Box::new(trial)) }
-        });
-        chosen.unwrap_or_else(|none| *none)
+        chosen.require_partner(&mut features);
+        choose(&request.model.prefill, &features, &[&[Arc::clone(&chosen.engine)], &[]])
     });
     let explain = |trial: &DryRun| {
         let mut explained = trial.decision.json();
@@ -73,4 +75,13 @@ pub(crate) fn dry_run(
         "disaggregation": disaggregated(decided, &inputs),
         "prefill": prefill.as_ref().map(explain),
     }))
+}
+
+/// The choice outside the first list of `avoided`, or else the next list.
+fn choose(pool: &Pool, features: &RoutingFeatures<'_>, avoided: &[&[Arc<Engine>]]) -> DryRun {
+    let chosen = another_first(avoided, |tried| {
+        let trial = pool.dry_run(features, tried);
+        if trial.chosen.is_some() { Ok(trial) } else { Err(Box::new(trial)) }
+    });
+    chosen.unwrap_or_else(|none| *none)
 }

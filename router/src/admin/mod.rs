@@ -50,9 +50,18 @@ const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 const TOO_LARGE: &str = "the body is too large, or broke off";
 
+/// The paths of a listener.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum AdminScope {
+    All,
+    /// Only `/metrics` and `/health`, for a listener that other hosts reach.
+    Metrics,
+}
+
 /// State of the admin listener.
 pub(crate) struct AdminService {
     pub shared: Arc<Shared>,
+    scope: AdminScope,
     /// Permits for request bodies in memory: one.
     bodies: Semaphore,
     /// The latest snapshot of the engines' KV caches.
@@ -113,8 +122,8 @@ async fn serve_one(stream: impl AsyncRead + AsyncWrite + Unpin, admin: Arc<Admin
 }
 
 impl AdminService {
-    pub(crate) fn new(shared: Arc<Shared>) -> Self {
-        Self { shared, bodies: Semaphore::new(1), snapshots: kv::SnapshotCache::default() }
+    pub(crate) fn new(shared: Arc<Shared>, scope: AdminScope) -> Self {
+        Self { shared, scope, bodies: Semaphore::new(1), snapshots: kv::SnapshotCache::default() }
     }
 
     async fn answer(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
@@ -168,6 +177,9 @@ impl AdminService {
             (request.method == Method::GET || request.method == Method::HEAD, request.method == Method::POST);
         let parts: Vec<&str> = request.path.split('/').skip(1).collect();
         match parts.as_slice() {
+            parts if self.scope == AdminScope::Metrics && !matches!(parts, ["health" | "metrics"]) => {
+                AdminResponse::error(StatusCode::NOT_FOUND, "this listener has /metrics and /health")
+            }
             ["health"] if get => AdminResponse::text("ok\n"),
             ["ready"] if get => self.readiness(),
             ["metrics"] if get => self.metrics(&request.accept),

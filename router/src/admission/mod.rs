@@ -48,8 +48,8 @@ use crate::engines::listeners::{CapacityListener, CapacityNotify};
 use crate::metrics::Leg;
 use crate::metrics::admission::{AdmissionMetrics, QueueOutcome};
 use drain_rate::DrainRate;
-pub(crate) use queue::{Claim, WaitOptions};
-use queue::{FairQueue, Lane, QueueBound, QueueEntry};
+pub(crate) use queue::{Claim, Lane, WaitOptions};
+use queue::{FairQueue, QueueBound, QueueEntry};
 
 /// How often the next request tries without a wake-up.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);

@@ -13,6 +13,10 @@ pub(crate) enum Envelope {
     #[default]
     OpenAi,
     Anthropic,
+    /// That of llm-d's sidecar for failures of engines (5xx), and the first or the second one for other errors.
+    Sidecar {
+        is_anthropic: bool,
+    },
 }
 
 impl Envelope {
@@ -24,9 +28,17 @@ impl Envelope {
         }
     }
 
+    /// The same in a sidecar.
+    pub(crate) fn of_sidecar(self) -> Self {
+        Self::Sidecar { is_anthropic: self == Self::Anthropic }
+    }
+
     /// The body of a response.
     pub(crate) fn body(self, error: &ApiError) -> Bytes {
         match self {
+            Self::Sidecar { .. } if error.status >= 500 => gateway_error(error).to_string().into(),
+            Self::Sidecar { is_anthropic: false } => Self::OpenAi.body(error),
+            Self::Sidecar { is_anthropic: true } => Self::Anthropic.body(error),
             Self::OpenAi => error.to_bytes(),
             Self::Anthropic => envelope(error).to_string().into(),
         }
@@ -35,8 +47,8 @@ impl Envelope {
     /// The last bytes of a stream that fails. OpenAI's streams end with `[DONE]` even then.
     pub(crate) fn last_event(self, error: &ApiError) -> Bytes {
         match self {
-            Self::OpenAi => [error.to_sse(), DONE].concat().into(),
-            Self::Anthropic => event(&envelope(error)),
+            Self::OpenAi | Self::Sidecar { is_anthropic: false } => [error.to_sse(), DONE].concat().into(),
+            Self::Anthropic | Self::Sidecar { is_anthropic: true } => event(&envelope(error)),
         }
     }
 }
@@ -48,6 +60,17 @@ pub(super) fn event(data: &Value) -> Bytes {
 
 fn envelope(error: &ApiError) -> Value {
     json!({"type": "error", "error": {"type": kind(error.status), "message": error.message}})
+}
+
+/// An error of llm-d's routing sidecar (pkg/sidecar/proxy/errors.go), in vLLM's older form.
+fn gateway_error(error: &ApiError) -> Value {
+    let kind = match error.status {
+        502 => "BadGateway",
+        503 => "ServiceUnavailable",
+        504 => "GatewayTimeout",
+        _ => "InternalServerError",
+    };
+    json!({"object": "error", "message": error.message, "type": kind, "param": null, "code": error.status})
 }
 
 /// The `type` of an error with this status, as vLLM 0.33 has it.
@@ -96,6 +119,23 @@ mod tests {
             let expected = json!({"type": "error", "error": {"type": expected, "message": error.message}});
             assert_eq!(body, expected);
         }
+    }
+
+    #[test]
+    fn a_sidecar_has_llmds_form_for_failures_of_engines_only() {
+        let of = |path, error: &ApiError| -> Value {
+            serde_json::from_slice(&Envelope::at(path).of_sidecar().body(error)).expect("JSON")
+        };
+        let unavailable = ApiError::unavailable("x", Duration::ZERO);
+        let expected = json!(
+            {"object": "error", "message": "x", "type": "ServiceUnavailable", "param": null, "code": 503}
+        );
+        for path in ["/v1/chat/completions", "/v1/messages", "/metrics"] {
+            assert_eq!(of(path, &unavailable), expected, "{path}");
+        }
+        assert_eq!(of("/", &ApiError::bad_gateway("x"))["type"], "BadGateway");
+        assert_eq!(of("/v1/messages", &ApiError::model_not_found("m"))["type"], "error");
+        assert_eq!(of("/v1/completions", &ApiError::invalid("n", "x"))["error"]["param"], "n");
     }
 
     #[test]

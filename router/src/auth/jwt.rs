@@ -16,6 +16,7 @@ mod key_set;
 pub(super) mod key_source;
 mod signature;
 mod token;
+mod token_error;
 mod verified;
 
 use std::path::Path;
@@ -34,7 +35,8 @@ use crate::tls::service::ServiceTls;
 use key_set::KeySet;
 use key_source::{CurrentKeys, KeySource};
 pub(super) use token::is_token;
-use token::{Grant, TokenError, UnverifiedToken};
+use token::{Grant, UnverifiedToken};
+use token_error::TokenError;
 use verified::{VerifiedToken, VerifiedTokens};
 
 /// Largest file of keys: that of a fetched document.

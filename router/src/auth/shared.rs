@@ -1,7 +1,7 @@
 //! Limits that several routers share through a Valkey or Redis server.
 //!
 //! ```text
-//!  Permit ── take, at most timeout_ms ─▶ Link ─▶ server: one script takes from key and tenant, or from neither
+//!  Permit ── take, at most timeout_ms ─▶ link ─▶ server: one script takes from key and tenant, or from neither
 //!     │ unavailable: this router's own buckets, or 503
 //!     └── end of the request ─▶ queue of corrections ─▶ task ─▶ server
 //! ```
@@ -33,7 +33,7 @@ use crate::config::OnStoreFailure;
 use crate::message::random;
 use crate::metrics::log_limiter::LogLimiter;
 use crate::metrics::tenants::{CorrectionResult, LimitKind, SharedLimitsMetrics, SharedResult};
-use link::{Backoff, Connected, Link};
+use link::{Backoff, Connected, StoreLink};
 use protocol::{Correction, LEASE, SharedName, Take, TakeReply};
 pub(super) use terms::SharedLimitsTerms;
 
@@ -57,7 +57,7 @@ pub(crate) struct SharedLimits {
 struct SharedState {
     terms: SharedLimitsTerms,
     metrics: SharedLimitsMetrics,
-    link: Link,
+    link: StoreLink,
     /// Precedes the numbers of leases: no two routers use one.
     router: String,
     next_lease: AtomicU64,
@@ -102,7 +102,7 @@ impl SharedLimits {
         let state = Arc::new(SharedState {
             terms,
             metrics,
-            link: Link::default(),
+            link: StoreLink::default(),
             router: super::keys::hex(&random::bytes::<8>()),
             next_lease: AtomicU64::new(0),
             leases: Mutex::default(),

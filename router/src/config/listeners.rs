@@ -54,6 +54,20 @@ pub struct ListenTlsConfig {
     pub handshakes: usize,
 }
 
+impl ListenTlsConfig {
+    /// These files, and the defaults.
+    pub(crate) fn new(certificate: PathBuf, key: PathBuf) -> Self {
+        Self {
+            certificate,
+            key,
+            client_ca: None,
+            client_auth: ClientAuth::None,
+            handshake_ms: default_handshake_ms(),
+            handshakes: default_handshakes(),
+        }
+    }
+}
+
 /// Whether clients show a certificate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
@@ -86,6 +100,10 @@ pub struct EngineTlsConfig {
     #[serde(default)]
     #[garde(inner(length(bytes, min = 1, max = 253)))]
     pub server_name: Option<String>,
+    /// The engines' certificates are not checked. Only `baton sidecar` sets it.
+    #[serde(skip)]
+    #[garde(skip)]
+    pub is_unverified: bool,
 }
 
 fn default_handshake_ms() -> u64 {

@@ -83,6 +83,12 @@ pub struct ModelConfig {
     #[serde(default)]
     #[garde(length(max = 8), inner(length(bytes, min = 1, max = 256)))]
     pub pair_by: Vec<String>,
+    /// The name of a label. The router pairs a prefill engine and a decode engine only if their values of this
+    /// label are equal, so that no engine reads blocks of another revision. Engines without the label fit only
+    /// each other. Default: none; then all engines fit.
+    #[serde(default)]
+    #[garde(inner(length(bytes, min = 1, max = 256)))]
+    pub compatibility: Option<String>,
     /// What the router reads of a request to choose engines.
     #[serde(default)]
     #[garde(dive)]

@@ -118,6 +118,22 @@ impl ClientRequest {
         generation: &Generation,
         owner: Option<&RequestOwner<'_>>,
     ) -> Result<Self, ApiError> {
+        let find = |name: Option<&str>| generation.models.named(name).cloned();
+        Self::read_for(dialect, body, headers, generation, owner, &find)
+    }
+
+    /// As [`Self::read`], for the model that `find` returns for the name in the body.
+    ///
+    /// # Errors
+    /// As [`Self::read`], and those of `find`.
+    pub(crate) fn read_for(
+        dialect: Dialect,
+        body: Bytes,
+        headers: &HeaderMap,
+        generation: &Generation,
+        owner: Option<&RequestOwner<'_>>,
+        find: &dyn Fn(Option<&str>) -> Result<Arc<Model>, ApiError>,
+    ) -> Result<Self, ApiError> {
         let limits = &generation.parse_limits;
         let read = match dialect {
             Dialect::OpenAi(endpoint) => RawBody::generate(body.clone(), endpoint, limits, &ClientRules),
@@ -127,9 +143,9 @@ impl ClientRequest {
         };
         let (body, mut outline) = read.map_err(|error| match error.param.as_deref() {
             Some("model") => error,
-            _ => unserved_model_error(body, generation).unwrap_or(error),
+            _ => unserved_model_error(body, generation, find).unwrap_or(error),
         })?;
-        let model = Arc::clone(generation.models.named(outline.request.model.as_deref())?);
+        let model = find(outline.request.model.as_deref())?;
         let decode_only = decode_only::reason(dialect, &body, &outline)?;
         let priority = priority(&body);
         let non_text = NonTextParts::of(&body);
@@ -206,14 +222,20 @@ impl ClientRequest {
         self.features.routing_features()
     }
 
-    /// The inputs of the disaggregation decision; `cached` is the part of the prompt that the decode engine has cached.
-    pub(crate) fn disaggregation_inputs(&self, cached: CachedPrefix) -> DisaggregationInputs {
+    /// The inputs of the disaggregation decision; `cached` is the part of the prompt that the decode engine has cached,
+    /// and `compatibility` what a prefill engine needs.
+    pub(crate) fn disaggregation_inputs(
+        &self,
+        cached: CachedPrefix,
+        compatibility: Option<u64>,
+    ) -> DisaggregationInputs {
+        let features = RoutingFeatures { compatibility, ..self.routing_features() };
         DisaggregationInputs {
             decode_only: self.shape.decode_only.or_else(|| {
                 let pushes = self.model.handoff.pushes.load(Ordering::Relaxed);
                 (pushes && !self.can_be_pushed()).then_some(DisaggregationReason::PushUnmatched)
             }),
-            ..DisaggregationInputs::new(&self.model, &self.routing_features(), cached)
+            ..DisaggregationInputs::new(&self.model, &features, cached)
         }
     }
 
@@ -271,10 +293,14 @@ impl ClientRequest {
 /// The error for a model that is not served, if that is the case. Of all errors of a JSON body this one takes
 /// precedence, because the valid fields depend on the model. vLLM's handlers check the model first, too
 /// (`_check_model`).
-fn unserved_model_error(body: Bytes, generation: &Generation) -> Option<ApiError> {
+fn unserved_model_error(
+    body: Bytes,
+    generation: &Generation,
+    find: &dyn Fn(Option<&str>) -> Result<Arc<Model>, ApiError>,
+) -> Option<ApiError> {
     let body = RawBody::any(body, &generation.parse_limits, &ClientRules).ok()?;
     let name = body.string("model")?;
-    generation.models.named(Some(&name)).err()
+    find(Some(&name)).err()
 }
 
 /// Whether a decode engine may use the token ids of the prefill engine's reply. Engines need the messages of a chat with
@@ -315,10 +341,23 @@ fn estimated_tokens(prompt: u64, outline: &RequestOutline) -> u64 {
 pub(crate) async fn read_body(
     session: &mut Session,
     limit_bytes: usize,
-    mut share: BudgetShare<'_>,
+    share: BudgetShare<'_>,
     within: Duration,
 ) -> Result<Bytes, RequestError> {
     is_json(&session.req_header().headers)?;
+    read_any_body(session, limit_bytes, share, within).await
+}
+
+/// As [`read_body`], whatever the body is declared to be.
+///
+/// # Errors
+/// As [`read_body`], but for 415.
+pub(crate) async fn read_any_body(
+    session: &mut Session,
+    limit_bytes: usize,
+    mut share: BudgetShare<'_>,
+    within: Duration,
+) -> Result<Bytes, RequestError> {
     if session.declared().is_some_and(|bytes| bytes > limit_bytes as u64) {
         return Err(ApiError::payload_too_large(limit_bytes).into());
     }

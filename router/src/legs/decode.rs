@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::exchange::Failure;
-use baton_openai::Endpoint;
+use baton_openai::{ApiError, Endpoint};
 use bytes::{Bytes, BytesMut};
 use hyper::StatusCode;
 use memchr::memmem;
@@ -36,6 +36,18 @@ pub(crate) enum DecodeResult {
     Refused(Refusal),
     /// The engine failed before it accepted the request.
     Failed(Failure, Refusal, ErrorClass, Fault),
+}
+
+impl DecodeResult {
+    /// The same for a request whose model only the client has named: an engine without it refuses the request.
+    pub(crate) fn with_clients_model(self, name: &str) -> Self {
+        match self {
+            Self::Failed(_, _, ErrorClass::WrongModel, _) => {
+                Self::Refused(Refusal(ApiError::model_not_found(name)))
+            }
+            other => other,
+        }
+    }
 }
 
 /// Sends a request to an engine and waits at most `first_byte` for its acceptance, while the engine is alive. A

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use baton_connector::Handle;
 use baton_connector::exchange::{Attempt, Event, Failure};
 use baton_connector::handoff::ReplyFacts;
-use baton_openai::{ParseLimits, RawBody, recover_member};
+use baton_openai::{ApiError, ParseLimits, RawBody, recover_member};
 use bytes::{Bytes, BytesMut};
 use hyper::StatusCode;
 use serde_json::Value;
@@ -232,6 +232,16 @@ impl PrefillCall {
 }
 
 impl PrefillResult {
+    /// As [`DecodeResult::with_clients_model`](crate::legs::decode::DecodeResult::with_clients_model).
+    pub(crate) fn with_clients_model(self, name: &str) -> Self {
+        match self {
+            Self::Failed(_, refusal, _) if refusal == Refusal::wrong_model() => {
+                Self::Refused(Refusal(ApiError::model_not_found(name)))
+            }
+            other => other,
+        }
+    }
+
     /// The event for the exchange.
     pub(crate) fn exchange_event(&self, attempt: Attempt) -> Event {
         match self {

@@ -180,6 +180,7 @@ impl Features {
             head_tokens: self.head_tokens,
             block_tokens: self.block_tokens,
             pair: None,
+            compatibility: None,
         }
     }
 }
@@ -248,6 +249,8 @@ pub(crate) struct RoutingFeatures<'a> {
     pub block_tokens: usize,
     /// The partner's values of the labels that pairs should share.
     pub pair: Option<u64>,
+    /// The partner's value of the label that pairs must share; `None`: any engine fits.
+    pub compatibility: Option<u64>,
 }
 
 #[cfg(test)]

@@ -77,16 +77,36 @@ const UNSET_FOR_PREFILL: [&str; 9] = [
     "return_token_ids",
 ];
 
-/// A model's name as a JSON string.
-pub(crate) struct ModelName(Box<str>);
+/// A model's name in bodies, as JSON.
+pub(crate) struct ModelName {
+    json: Box<str>,
+    /// The configuration contains no name: each client gives one, or none.
+    is_of_client: bool,
+}
 
 impl ModelName {
     pub(crate) fn new(name: &str) -> Self {
-        Self(json(name).into())
+        Self { json: json(name).into(), is_of_client: false }
     }
 
+    /// The name in a client's body, which engines know and the router does not.
+    pub(crate) fn of_client(name: Option<&str>) -> Self {
+        Self { json: name.map_or_else(|| "null".to_owned(), json).into(), is_of_client: true }
+    }
+
+    /// `null` without a name.
     pub(crate) fn as_json(&self) -> &str {
-        &self.0
+        &self.json
+    }
+
+    /// Whether an unknown name is the client's error.
+    pub(crate) fn is_of_client(&self) -> bool {
+        self.is_of_client
+    }
+
+    /// The field of a body; `None` if the client's body has the right one.
+    pub(crate) fn field(&self) -> Option<(&'static str, &[u8])> {
+        (!self.is_of_client).then_some(("model", self.json.as_bytes()))
     }
 }
 
@@ -205,11 +225,8 @@ pub(crate) fn prefill_body(
     };
     let params = format!("{params},\"router_request_id\":{id}{name}{tag}}}");
     let mut added: Vec<(&str, &[u8])> = Vec::with_capacity(ROUTER_FIELDS_MAX);
-    added.extend([
-        ("model", model.as_json().as_bytes()),
-        ("stream", b"false"),
-        (dialect.length_field(), b"1"),
-    ]);
+    added.extend(model.field());
+    added.extend([("stream", b"false" as &[u8]), (dialect.length_field(), b"1")]);
     if transfer != TransferParams::None {
         added.push(("kv_transfer_params", params.as_bytes()));
     }
@@ -239,7 +256,7 @@ pub(crate) fn decode_body(
     handoff: Option<&str>,
 ) -> Payload {
     let mut added: Vec<(&str, &[u8])> = Vec::with_capacity(ROUTER_FIELDS_MAX);
-    added.push(("model", model.as_json().as_bytes()));
+    added.extend(model.field());
     added.extend(handoff.map(|handoff| ("kv_transfer_params", handoff.as_bytes())));
     added.extend(router_fields.fields());
     if router_fields.token_ids {

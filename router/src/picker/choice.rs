@@ -11,7 +11,7 @@ use bytes::Bytes;
 
 use super::messages::{Endpoints, Subset};
 use super::request::{PickFeatures, PickRequest};
-use crate::admission::{AdmissionError, Reservation, Unavailable, WaitOptions};
+use crate::admission::{AdmissionError, Lane, Reservation, Unavailable, WaitOptions};
 use crate::config::Fallback;
 use crate::engines::http::Engine;
 use crate::message::features::RoutingFeatures;
@@ -21,7 +21,7 @@ use crate::metrics::Leg;
 use crate::metrics::routing::DisaggregationReason;
 use crate::routing::disaggregation;
 use crate::routing::models::Model;
-use crate::routing::pool::{CapacityRule, Detail, EngineReservation, Pool};
+use crate::routing::pool::{CapacityRule, Detail, EngineReservation, Pool, another_first};
 
 /// `Retry-After` of a request without a usable engine, as in the queue.
 const RETRY_AFTER: Duration = Duration::from_secs(2);
@@ -72,9 +72,22 @@ impl PickRequest {
     async fn reserve_decode(&self, wanted: &PickFeatures) -> Result<EngineReservation, ApiError> {
         let features = wanted.features.routing_features();
         let excluded = self.outside_subset(&wanted.model.decode).await;
-        let find =
-            |model: &Model, detail| self.reserve(Leg::Decode, &model.decode, &features, &excluded, detail);
-        let reserved = self.wait(Leg::Decode, wanted, &excluded, find).await;
+        let find = |model: &Model, detail| {
+            let reserve = |excluded: &[Arc<Engine>]| {
+                self.reserve(Leg::Decode, &model.decode, &features, excluded, detail)
+            };
+            let mut without = match wanted.disaggregation {
+                Some(_) => model.decode.without_partner(&model.prefill),
+                None => Vec::new(),
+            };
+            if without.is_empty() {
+                return reserve(&excluded);
+            }
+            without.extend_from_slice(&excluded);
+            another_first(&[&without, &excluded], reserve)
+        };
+        let lane = wanted.model.decode.excluded_ids(&excluded, None);
+        let reserved = self.wait(Leg::Decode, wanted, lane, find).await;
         let reserved = reserved.map_err(|AdmissionError { error, .. }| error)?;
         let asks_for_cached = self.head.text("prefer") == Some("if-available");
         if asks_for_cached && wanted.disaggregation.is_some() && reserved.cached.share(&features) == 0.0 {
@@ -94,6 +107,7 @@ impl PickRequest {
         let Some(inputs) = &mut wanted.disaggregation else { return Ok(None) };
         let mut features = wanted.features.routing_features();
         inputs.cached_share = decode.cached.share(&features);
+        inputs.prefill_in_flight = wanted.model.prefill.least_in_flight(decode.member.compatibility());
         let reason = disaggregation::decide(&wanted.model.disaggregate, inputs);
         if let Some(explanation) = &self.explanation {
             explanation.record_disaggregation(reason, *inputs);
@@ -103,7 +117,7 @@ impl PickRequest {
             routing.count_disaggregation(reason);
             return Ok(None);
         }
-        features.pair = decode.pair();
+        decode.require_partner(&mut features);
         let mut excluded = self.outside_subset(&wanted.model.prefill).await;
         // A sidecar gains nothing by a handoff from its own engine.
         excluded.push(Arc::clone(decode.engine()));
@@ -114,12 +128,13 @@ impl PickRequest {
             &excluded,
             detail,
         ) {
-            Err(Unavailable::Full) if model.prefill.will_have_room(&excluded, &model.decode) => {
+            Err(Unavailable::Full) if model.prefill.will_have_room(&features, &excluded, &model.decode) => {
                 Err(Unavailable::Full)
             }
             found => Ok(MaybeReservation(found)),
         };
-        let error = match self.wait(Leg::Prefill, wanted, &excluded, find).await {
+        let lane = wanted.model.prefill.excluded_ids(&excluded, features.compatibility);
+        let error = match self.wait(Leg::Prefill, wanted, lane, find).await {
             Ok(MaybeReservation(Ok(reserved))) => {
                 routing.count_disaggregation(reason);
                 return Ok(Some(reserved));
@@ -142,7 +157,7 @@ impl PickRequest {
         &self,
         leg: Leg,
         wanted: &PickFeatures,
-        excluded: &[Arc<Engine>],
+        excluded: Lane,
         mut find: impl FnMut(&Model, Detail) -> Result<T, Unavailable>,
     ) -> Result<T, AdmissionError> {
         let mut waits = false;
@@ -154,7 +169,7 @@ impl PickRequest {
             let now = self.shared.generation();
             find(now.models.named(Some(&wanted.model.name)).unwrap_or(&wanted.model), Detail::Choices)
         };
-        let options = WaitOptions { excluded: wanted.model.pool(leg).member_ids(excluded), ahead: false };
+        let options = WaitOptions { excluded, ahead: false };
         let queue = wanted.model.queue(leg);
         queue.enter(wanted.admission, options, &self.generation.config.queue, find_again).await
     }

@@ -202,7 +202,7 @@ impl PickRequest {
         // Responses pass the gateway unread, so an engine adds nothing that the client did not ask for.
         let owned = request.owned.without_usage();
         let body = rewrite::decode_body(&request.body, &owned, &request.model.name_in_bodies, None);
-        let inputs = || request.disaggregation_inputs(Default::default());
+        let inputs = || request.disaggregation_inputs(Default::default(), None);
         Ok(PickFeatures {
             body,
             disaggregation: dialect.generates().then(inputs),

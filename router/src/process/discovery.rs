@@ -17,7 +17,7 @@
 
 mod dns;
 mod file;
-mod inference_pool;
+pub(super) mod inference_pool;
 mod kubernetes;
 
 use std::collections::BTreeMap;

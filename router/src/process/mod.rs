@@ -6,4 +6,5 @@ pub(crate) mod http2;
 pub(crate) mod picker_server;
 pub(crate) mod reload;
 pub(crate) mod server;
+pub(crate) mod sidecar_server;
 pub(crate) mod socket_takeover;

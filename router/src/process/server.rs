@@ -21,7 +21,7 @@ use tokio_util::task::TaskTracker;
 
 use super::health_probe;
 use super::http2::Http2Server;
-use crate::admin::{self, AdminService};
+use crate::admin::{self, AdminScope, AdminService};
 use crate::auth::admin::AdminError;
 use crate::client::http::{ClientConnection, ClientSocket, HeadBounds, HeadError};
 use crate::client::session::Session;
@@ -139,13 +139,10 @@ impl Router {
             error => BindError::Config(error),
         })?;
         let tls = |config: Option<_>, purpose| {
-            let alpn: &'static [&'static [u8]] = match (purpose, shared.generation().config.http2) {
-                ("clients", ClientHttp2::Auto) => &[b"h2", b"http/1.1"],
-                _ => &[b"http/1.1"],
-            };
-            let new = |config| {
-                ServerTls::with_alpn(&config, alpn, shared.metrics.listener_tls(purpose)).map(Arc::new)
-            };
+            let http2 =
+                if purpose == "clients" { shared.generation().config.http2 } else { ClientHttp2::Off };
+            let metrics = shared.metrics.listener_tls(purpose);
+            let new = |config| ServerTls::with_alpn(&config, alpn(http2), metrics).map(Arc::new);
             config.map(new).transpose()
         };
         let tls = ServerTlsPair { clients: tls(listen_tls, "clients")?, admin: tls(admin_tls, "admin")? };
@@ -201,7 +198,9 @@ impl Router {
         let (_background, admin) = spawn_background(&shared, admin, &tls);
         let (drain, draining) = watch::channel(false);
         let streams = TaskTracker::new();
-        let server = Arc::new(ClientServer::new(&shared, tls.clients, connections_max, &streams, draining));
+        let service = Arc::new(ClientService(Arc::clone(&shared), None));
+        let permits = Arc::new(Semaphore::new(connections_max));
+        let server = Arc::new(ClientServer::new(service, tls.clients, &permits, &streams, draining));
         let mut connections = JoinSet::new();
         let client = tokio::select! {
             () = shutdown.cancelled() => None,
@@ -234,30 +233,54 @@ impl Router {
                 }
             }
         }
-        // Fails only if no connection is left.
-        let _ = drain.send(true);
         drop(clients);
-        let drain_timeout = shared.generation().config.drain_timeout();
-        let in_flight = async { while connections.join_next().await.is_some() {} };
-        if tokio::time::timeout(drain_timeout, in_flight).await.is_err() {
-            tracing::warn!(
-                event = "drain_timeout_exceeded",
-                connections = connections.len(),
-                "drain timeout exceeded, connections closed"
-            );
+        drain_connections(&shared, &drain, std::slice::from_mut(&mut connections), &streams).await;
+    }
+}
+
+/// The protocols of a listener over TLS, the preferred one first.
+pub(super) fn alpn(http2: ClientHttp2) -> &'static [&'static [u8]] {
+    match http2 {
+        ClientHttp2::Auto => &[b"h2", b"http/1.1"],
+        ClientHttp2::Off => &[b"http/1.1"],
+    }
+}
+
+/// Ends connections without a request, waits for the others up to `drain_timeout_ms`, and settles what is left.
+pub(super) async fn drain_connections(
+    shared: &Shared,
+    drain: &watch::Sender<bool>,
+    connections: &mut [JoinSet<()>],
+    streams: &TaskTracker,
+) {
+    // Fails only if no connection is left.
+    let _ = drain.send(true);
+    let drain_timeout = shared.generation().config.drain_timeout();
+    let in_flight = async {
+        for connections in connections.iter_mut() {
+            while connections.join_next().await.is_some() {}
+        }
+    };
+    if tokio::time::timeout(drain_timeout, in_flight).await.is_err() {
+        tracing::warn!(
+            event = "drain_timeout_exceeded",
+            connections = connections.iter().map(JoinSet::len).sum::<usize>(),
+            "drain timeout exceeded, connections closed"
+        );
+        for connections in connections {
             connections.shutdown().await;
-            // The requests over HTTP/2 are dropped by then, too.
-            streams.close();
-            streams.wait().await;
         }
-        shared.generation().observers.flush().await;
-        shared.release_all_turns();
-        if !shared.settler.drained(shared.settler.max_duration().min(SETTLE_WITHIN_MAX)).await {
-            tracing::warn!(
-                event = "settlement_incomplete",
-                "settlement incomplete at shutdown, leases end by expiry"
-            );
-        }
+        // The requests over HTTP/2 are dropped by then, too.
+        streams.close();
+        streams.wait().await;
+    }
+    shared.generation().observers.flush().await;
+    shared.release_all_turns();
+    if !shared.settler.drained(shared.settler.max_duration().min(SETTLE_WITHIN_MAX)).await {
+        tracing::warn!(
+            event = "settlement_incomplete",
+            "settlement incomplete at shutdown, leases end by expiry"
+        );
     }
 }
 
@@ -267,7 +290,7 @@ pub(super) fn spawn_background(
     admin: TcpListener,
     tls: &ServerTlsPair,
 ) -> (JoinSet<()>, AbortHandle) {
-    let service = AdminService::new(Arc::clone(shared));
+    let service = AdminService::new(Arc::clone(shared), AdminScope::All);
     let mut background = JoinSet::new();
     let admin = background.spawn(admin::serve(admin, tls.admin.clone(), Arc::new(service)));
     background.spawn(maintain(Arc::clone(shared)));
@@ -321,7 +344,7 @@ async fn wait_for_takeover(takeover: Option<&TakeoverListener>) -> TakeoverClien
 }
 
 /// What every connection of a client needs.
-struct ClientServer {
+pub(super) struct ClientServer {
     service: Arc<ClientService>,
     tls: Option<Arc<ServerTls>>,
     /// Set if clients may use HTTP/2.
@@ -332,25 +355,25 @@ struct ClientServer {
 }
 
 impl ClientServer {
-    fn new(
-        shared: &Arc<Shared>,
+    pub(super) fn new(
+        service: Arc<ClientService>,
         tls: Option<Arc<ServerTls>>,
-        connections_max: usize,
+        permits: &Arc<Semaphore>,
         streams: &TaskTracker,
         draining: watch::Receiver<bool>,
     ) -> Self {
-        let service = Arc::new(ClientService(Arc::clone(shared)));
         let http2 = || Http2Server { service: Arc::clone(&service), requests: streams.clone() };
         Self {
-            http2: (shared.generation().config.http2 == ClientHttp2::Auto).then(http2),
+            http2: (service.0.generation().config.http2 == ClientHttp2::Auto).then(http2),
             service,
             tls,
             draining,
-            permits: Arc::new(Semaphore::new(connections_max)),
+            permits: Arc::clone(permits),
         }
     }
 
-    async fn accept(self: &Arc<Self>, listener: &TcpListener, connections: &mut JoinSet<()>) {
+    /// Serves connections until the future is dropped.
+    pub(super) async fn accept(self: &Arc<Self>, listener: &TcpListener, connections: &mut JoinSet<()>) {
         static LOG_LIMITER: LogLimiter = LogLimiter::new();
         loop {
             let permits = Arc::clone(&self.permits);

@@ -33,7 +33,7 @@ impl DisaggregationInputs {
             decode_only: None,
             prompt_tokens: features.tokens,
             cached_share: cached.share(features),
-            prefill_in_flight: model.prefill.least_in_flight(),
+            prefill_in_flight: model.prefill.least_in_flight(features.compatibility),
         }
     }
 }

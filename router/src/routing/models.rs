@@ -9,8 +9,8 @@ use baton_openai::ApiError;
 
 use crate::admission::{Admission, ModelQueue};
 use crate::config::{
-    DisaggregateConfig, EngineConfig, EngineHttp2, EngineUrl, Fallback, FeaturesConfig, ModelConfig, PoolConfig,
-    ReleaseMode, RequestTimeouts, RouterConfig, TokenizeSource,
+    DisaggregateConfig, EngineConfig, EngineHttp2, EngineUrl, Fallback, FeaturesConfig, ModelConfig,
+    PoolConfig, ReleaseMode, RequestTimeouts, RouterConfig, TokenizeSource,
 };
 use crate::engines::caches::kv_events::EventSource;
 use crate::engines::fleet::Fleet;
@@ -32,8 +32,8 @@ pub(crate) struct Model {
     /// Its other names.
     pub aliases: Vec<String>,
     pub name_in_bodies: ModelName,
-    pub prefill: Pool,
-    pub decode: Pool,
+    pub prefill: Arc<Pool>,
+    pub decode: Arc<Pool>,
     pub handoff: HandoffSettings,
     /// Time limits of its requests.
     pub bounds: RequestTimeouts,
@@ -43,7 +43,7 @@ pub(crate) struct Model {
     pub needs: FeatureNeeds,
     /// The queue for an engine, per leg.
     pub queues: [Arc<ModelQueue>; 2],
-    pub metrics: ModelMetrics,
+    pub metrics: Arc<ModelMetrics>,
 }
 
 /// How the legs of a model's requests depend on each other.
@@ -57,7 +57,22 @@ pub(crate) struct HandoffSettings {
     /// Another engine continues a stream whose decode engine fails.
     pub resume: bool,
     /// A prefill engine has shown that it writes blocks to decode engines.
-    pub pushes: AtomicBool,
+    pub pushes: Arc<AtomicBool>,
+    /// The prefill engine is the only one that the request may use, so it is tried again.
+    pub repeats_prefill: bool,
+}
+
+/// A prefill pool of its own for some requests of a model.
+pub(crate) struct PrefillSource {
+    pub engines: Arc<Pool>,
+    /// As [`HandoffSettings::pushes`].
+    pushes: Arc<AtomicBool>,
+}
+
+impl PrefillSource {
+    pub(crate) fn new(engines: Pool) -> Self {
+        Self { engines: Arc::new(engines), pushes: Arc::default() }
+    }
 }
 
 impl HandoffSettings {
@@ -69,7 +84,8 @@ impl HandoffSettings {
             reuse_tokens: config.reuse_tokens,
             keep_turns: config.bidirectional_kv.map(|kept| Duration::from_millis(kept.idle_ms)),
             resume: config.resume && config.fallback == Fallback::Aggregate,
-            pushes: AtomicBool::new(pushes),
+            pushes: Arc::new(AtomicBool::new(pushes)),
+            repeats_prefill: false,
         }
     }
 }
@@ -115,6 +131,7 @@ impl Model {
         previous: Option<&Arc<Self>>,
     ) -> Self {
         let fleet = context.fleet;
+        let compatibility = config.compatibility.as_deref();
         let pool = |leg, pool: &PoolConfig, tracking| {
             let engines = members.of(&config.name, leg);
             let usable = |engine: &&EngineConfig| {
@@ -128,8 +145,10 @@ impl Model {
                 let terms = terms.of(&engine.url).clone();
                 let terms = ConnectionTerms { health, release, protocol, http2, ..terms };
                 let known = fleet.engine(&engine.url, &terms);
-                let member =
-                    |rank| Arc::new(PoolMember::new(engine, Arc::clone(&known), rank, pool, &config.pair_by));
+                let member = |rank| {
+                    let known = Arc::clone(&known);
+                    Arc::new(PoolMember::new(engine, known, rank, pool, &config.pair_by, compatibility))
+                };
                 match engine.data_parallel_size {
                     0 | 1 => vec![member(None)],
                     size => (0..size).map(|rank| member(Some(rank))).collect(),
@@ -151,15 +170,42 @@ impl Model {
             name: config.name.clone(),
             aliases: config.aliases.clone(),
             name_in_bodies: ModelName::new(&config.name),
-            prefill: pool(Leg::Prefill, &config.prefill, by_policy),
-            decode: pool(Leg::Decode, &config.decode, for_decode),
+            prefill: Arc::new(pool(Leg::Prefill, &config.prefill, by_policy)),
+            decode: Arc::new(pool(Leg::Decode, &config.decode, for_decode)),
             handoff: HandoffSettings::new(config, previous),
             bounds: all.timeouts.of(&config.timeouts),
             disaggregate: config.disaggregate.clone(),
             features: config.features.clone(),
             needs: FeatureNeeds::of(config),
             queues: Leg::BOTH.map(|leg| context.admission.queue(&config.name, leg)),
-            metrics: fleet.metrics().model(&config.name),
+            metrics: Arc::new(fleet.metrics().model(&config.name)),
+        }
+    }
+
+    /// The model of one request, whose client gives its name and its prefill engines. Its metrics are those of this model.
+    pub(crate) fn of_client(&self, name: Option<&str>, prefill: Option<&PrefillSource>) -> Self {
+        let HandoffSettings { fallback, early_handoff, reuse_tokens, keep_turns, resume, .. } = self.handoff;
+        Self {
+            name: name.unwrap_or(&self.name).to_owned(),
+            aliases: Vec::new(),
+            name_in_bodies: ModelName::of_client(name),
+            prefill: Arc::clone(prefill.map_or(&self.prefill, |source| &source.engines)),
+            decode: Arc::clone(&self.decode),
+            handoff: HandoffSettings {
+                fallback,
+                early_handoff,
+                reuse_tokens,
+                keep_turns,
+                resume,
+                pushes: Arc::clone(prefill.map_or(&self.handoff.pushes, |source| &source.pushes)),
+                repeats_prefill: true,
+            },
+            bounds: self.bounds,
+            disaggregate: self.disaggregate.clone(),
+            features: self.features.clone(),
+            needs: self.needs,
+            queues: self.queues.clone(),
+            metrics: Arc::clone(&self.metrics),
         }
     }
 
@@ -233,7 +279,7 @@ impl Models {
     /// The KV-event source of every engine that has one.
     pub(crate) fn event_sources(&self) -> Vec<EventSource> {
         let pools = self.list.iter().flat_map(|model| [&model.prefill, &model.decode]);
-        pools.flat_map(Pool::members).filter_map(|member| member.events.clone()).collect()
+        pools.flat_map(|pool| pool.members()).filter_map(|member| member.events.clone()).collect()
     }
 
     /// The time limit of a request whose model is not known yet; `None`: no limit.

@@ -136,7 +136,7 @@ impl Pool {
 
     /// Members that may receive requests.
     pub(crate) fn in_use(&self) -> usize {
-        self.indexes.in_use()
+        self.indexes.in_use(None)
     }
 
     /// Whether an engine with a proven health may receive requests.
@@ -190,9 +190,29 @@ impl Pool {
         self.known_caches.as_ref().is_some_and(|caches| caches.is_adapter(model.as_bytes()))
     }
 
-    /// Requests of this router at the least loaded engine; 0 without any.
-    pub(crate) fn least_in_flight(&self) -> usize {
-        self.indexes.least_own().unwrap_or(0) as usize
+    /// Requests of this router at the least loaded engine of this compatibility; 0 without any.
+    pub(crate) fn least_in_flight(&self, compatibility: Option<u64>) -> usize {
+        self.indexes.least_own(compatibility).unwrap_or(0) as usize
+    }
+
+    /// The [`PoolMember::compatibility`] of an engine; `None` if the model has no label for it.
+    pub(crate) fn compatibility_of(&self, engine: &Arc<Engine>) -> Option<u64> {
+        let at = self.members.partition_point(|member| member.engine.id() < engine.id());
+        self.members.get(at).filter(|member| Arc::ptr_eq(&member.engine, engine))?.compatibility()
+    }
+
+    /// The engines for which `other` has no compatible engine in use. Empty if no engine of this pool has a compatible
+    /// one either: the difference then helps no choice.
+    pub(crate) fn without_partner(&self, other: &Self) -> Vec<Arc<Engine>> {
+        let mut values = self.indexes.compatibilities();
+        let count = values.len();
+        values.retain(|value| other.indexes.in_use(Some(*value)) == 0);
+        if values.is_empty() || values.len() == count {
+            return Vec::new();
+        }
+        let is_without =
+            |member: &&Arc<PoolMember>| member.compatibility().is_some_and(|value| values.contains(&value));
+        self.members.iter().filter(is_without).map(|member| Arc::clone(&member.engine)).collect()
     }
 
     /// Chooses an engine that is not among `tried` and satisfies `capacity`, and counts the request in flight there.
@@ -208,7 +228,9 @@ impl Pool {
         detail: Detail,
     ) -> (Result<EngineReservation, Unavailable>, Option<Decision>) {
         let now = LazyNow::new(Instant::now);
-        let context = ChoiceContext { tried, leg: self.leg, panic: self.panics(), capacity, now: &now };
+        let compatibility = features.compatibility;
+        let context =
+            ChoiceContext { tried, leg: self.leg, panic: self.panics(), capacity, compatibility, now: &now };
         let mut tries = 0;
         let (inputs, taken) = loop {
             let draw = Draw::at(self.turn.fetch_add(1, Ordering::Relaxed));
@@ -262,6 +284,7 @@ impl Pool {
             leg: self.leg,
             panic: self.panics(),
             capacity: CapacityRule::Needed,
+            compatibility: features.compatibility,
             now: &now,
         };
         let draw = Draw::at(self.turn.load(Ordering::Relaxed));
@@ -272,10 +295,12 @@ impl Pool {
         DryRun { chosen: choice.ok().map(|choice| Arc::clone(&self.members[choice.index])), decision }
     }
 
-    /// The ids of those `engines` that are members, ascending.
-    pub(crate) fn member_ids(&self, engines: &[Arc<Engine>]) -> Vec<u32> {
+    /// The ids of those `engines` that are members, and of all members that are not compatible; ascending.
+    pub(crate) fn excluded_ids(&self, engines: &[Arc<Engine>], compatibility: Option<u64>) -> Vec<u32> {
         let members = engines.iter().filter(|engine| self.contains(engine)).map(|engine| engine.id());
-        let mut members: Vec<_> = members.collect();
+        let others = if compatibility.is_some() { &*self.members } else { &[] };
+        let incompatible = others.iter().filter(|member| !member.is_compatible(compatibility));
+        let mut members: Vec<_> = members.chain(incompatible.map(|member| member.engine.id())).collect();
         members.sort_unstable();
         members.dedup();
         members
@@ -286,12 +311,23 @@ impl Pool {
         self.members.get(at).is_some_and(|m| Arc::ptr_eq(&m.engine, engine))
     }
 
-    /// Whether a member not among `tried` and not in `other` is full. It will have capacity again: its requests do not
-    /// wait for another engine.
-    pub(crate) fn will_have_room(&self, tried: &[Arc<Engine>], other: &Self) -> bool {
+    /// Whether a compatible member not among `tried` and not in `other` is full. It will have capacity again: its
+    /// requests do not wait for another engine.
+    pub(crate) fn will_have_room(
+        &self,
+        features: &RoutingFeatures<'_>,
+        tried: &[Arc<Engine>],
+        other: &Self,
+    ) -> bool {
         let now = LazyNow::new(Instant::now);
-        let context =
-            ChoiceContext { tried, leg: self.leg, panic: false, capacity: CapacityRule::Needed, now: &now };
+        let context = ChoiceContext {
+            tried,
+            leg: self.leg,
+            panic: false,
+            capacity: CapacityRule::Needed,
+            compatibility: features.compatibility,
+            now: &now,
+        };
         self.members.iter().any(|member| {
             member.eligibility(&context) == Eligibility::Full && !other.contains(&member.engine)
         })
@@ -308,12 +344,11 @@ impl Pool {
         if context.capacity == CapacityRule::Ignored || context.panic {
             return self.scan(features, context, draw);
         }
-        let paired = self.indexes.of_pair(features.pair);
+        let paired = self.indexes.of_pair(features.compatibility, features.pair);
+        let all = self.indexes.compatible(features.compatibility);
         let (mut full, mut others) = (false, Vec::new());
         // If no paired member is ready, all ready members are among the others.
-        for (load_index, last) in
-            paired.iter().map(|b| (b, false)).chain(self.indexes.all().iter().map(|b| (b, true)))
-        {
+        for (load_index, last) in paired.iter().map(|b| (b, false)).chain(all.iter().map(|b| (b, true))) {
             let view = load_index.view(context.tried);
             if let Some(choice) = self.policy.choose(features, &view, draw) {
                 let inputs = (detail != Detail::None)
@@ -364,7 +399,8 @@ impl Pool {
                 Eligibility::Ejected
                 | Eligibility::Tried
                 | Eligibility::Unresponsive
-                | Eligibility::Draining => {}
+                | Eligibility::Draining
+                | Eligibility::Incompatible => {}
             }
         }
         let mut rule = if context.panic { TrialRule::Ignore } else { TrialRule::Enforce };
@@ -402,9 +438,9 @@ impl EngineReservation {
         &self.member.engine
     }
 
-    /// A hash of the labels that the engine of the other leg should share.
-    pub(crate) fn pair(&self) -> Option<u64> {
-        self.member.pair()
+    /// Requires of the other leg's engine what this one has: the compatibility label, and if possible the pair labels.
+    pub(crate) fn require_partner(&self, features: &mut RoutingFeatures<'_>) {
+        self.member.require_partner(features);
     }
 }
 

@@ -8,6 +8,7 @@ mod context;
 mod cors;
 mod models;
 mod response;
+mod sidecar;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -33,13 +34,21 @@ use crate::legs::request_error::RequestError;
 use crate::message::path::{Dialect, Route};
 use crate::message::request_id;
 use crate::message::rewrite::ClientRules;
+use crate::sidecar::SidecarListener;
 use crate::state::readiness;
 use crate::state::shared::Shared;
 use context::RequestContext;
 use response::{ReplyFormat, StreamTimeouts};
 
-/// The service of one router.
-pub(crate) struct ClientService(pub Arc<Shared>);
+/// The service of one listener; with a sidecar, beside one decode engine.
+pub(crate) struct ClientService(pub Arc<Shared>, pub Option<SidecarListener>);
+
+/// What a body must be declared to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum BodyRule {
+    Json,
+    Any,
+}
 
 impl ClientService {
     /// Serves one request.
@@ -52,7 +61,8 @@ impl ClientService {
             context.ids.client_id = Some(echoed.clone());
             context.ids.common_headers.id = echoed;
         }
-        context.ids.common_headers.envelope = Envelope::at(session.req_header().uri.path());
+        let envelope = Envelope::at(session.req_header().uri.path());
+        context.ids.common_headers.envelope = if self.1.is_some() { envelope.of_sidecar() } else { envelope };
         if let Some(bearer) = auth::bearer_of_api_key(&session.req_header().headers) {
             // A header's name and value are valid, so this cannot fail.
             let _ = session.req_header_mut().insert_header(AUTHORIZATION, bearer);
@@ -84,6 +94,9 @@ impl ClientService {
     }
 
     async fn serve(&self, session: &mut Session, context: &mut RequestContext) -> Result<(), RequestError> {
+        if let Some(listener) = &self.1 {
+            return self.serve_beside_engine(listener, session, context).await;
+        }
         let head = session.req_header();
         let (method, uri) = (head.method.clone(), head.uri.clone());
         match Route::of(&method, uri.path())? {
@@ -118,7 +131,7 @@ impl ClientService {
             }
             Route::Ask(dialect) => {
                 self.permit(session, context).await?;
-                let body = self.body(session, context).await?;
+                let body = self.body(session, context, BodyRule::Json).await?;
                 let is_native = self.is_native(session, context, dialect, &body).await?;
                 let read = if is_native { ClientRequest::read } else { ClientRequest::read_translated };
                 let owner = context.request_owner();
@@ -267,7 +280,12 @@ impl ClientService {
     }
 
     /// Begins the request and reads its body.
-    async fn body(&self, session: &mut Session, context: &mut RequestContext) -> Result<Bytes, RequestError> {
+    async fn body(
+        &self,
+        session: &mut Session,
+        context: &mut RequestContext,
+        rule: BodyRule,
+    ) -> Result<Bytes, RequestError> {
         let config = &context.generation.config;
         let Some(guard) = self.0.begin(config.limits.in_flight, &context.ids.id, context.begun) else {
             return Err(ApiError::overloaded("the router is full", Duration::from_secs(1)).into());
@@ -278,7 +296,14 @@ impl ClientService {
         let within = until.saturating_duration_since(Instant::now());
         let reservation = context.client.body_bytes.insert(self.0.limits.request_bodies.new_reservation());
         let share = BudgetShare { reservation, total_bytes: config.limits.body_bytes_total };
-        client_request::read_body(session, config.limits.body_bytes, share, within).await
+        match rule {
+            BodyRule::Json => {
+                client_request::read_body(session, config.limits.body_bytes, share, within).await
+            }
+            BodyRule::Any => {
+                client_request::read_any_body(session, config.limits.body_bytes, share, within).await
+            }
+        }
     }
 
     async fn send_json(

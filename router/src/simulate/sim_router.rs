@@ -25,7 +25,7 @@ use crate::routing::disaggregation::{self, DisaggregationInputs};
 use crate::routing::explain::Decision;
 use crate::routing::models::{BuildContext, Model};
 use crate::routing::policy::Draw;
-use crate::routing::pool::{CapacityRule, Detail, EngineReservation, Pool};
+use crate::routing::pool::{CapacityRule, Detail, EngineReservation, Pool, another_first};
 use crate::state::generation::{ExternalInputs, Generation, GenerationError, GenerationVersion};
 
 /// One simulated router.
@@ -134,7 +134,15 @@ impl SimRouter {
         request: &SimRequest,
         tried: &[usize],
     ) -> Result<SimReservation, SimReserveError> {
-        self.reserve(Leg::Decode, &self.model.decode, &request.features(), &self.engines_of(tried))
+        let tried = self.engines_of(tried);
+        let mut without = self.model.decode.without_partner(&self.model.prefill);
+        without.extend_from_slice(&tried);
+        if without.len() == tried.len() {
+            return self.reserve(Leg::Decode, &self.model.decode, &request.features(), &tried);
+        }
+        let reserve =
+            |tried: &[Arc<Engine>]| self.reserve(Leg::Decode, &self.model.decode, &request.features(), tried);
+        another_first(&[&without, &tried], reserve)
     }
 
     /// Reserves a prefill engine that is not in `tried`; `None` if the decode engine computes the whole prompt.
@@ -148,11 +156,11 @@ impl SimRouter {
         tried: &[usize],
     ) -> Result<Option<SimReservation>, SimReserveError> {
         let mut features = request.features();
+        decode.reserved.require_partner(&mut features);
         let inputs = DisaggregationInputs::new(&self.model, &features, decode.reserved.cached);
         if !disaggregation::decide(&self.model.disaggregate, &inputs).is_remote() {
             return Ok(None);
         }
-        features.pair = decode.reserved.pair();
         let mut others = self.engines_of(tried);
         others.push(Arc::clone(decode.reserved.engine()));
         self.reserve(Leg::Prefill, &self.model.prefill, &features, &others).map(Some)

@@ -75,8 +75,8 @@ pub(crate) struct Generation {
     pub auth: Option<Arc<Auth>>,
     /// Authenticates clients of the admin listener.
     pub access: Arc<AdminAccess>,
-    terms: EngineTerms,
-    engine_tls: Option<Arc<EngineTls>>,
+    pub terms: EngineTerms,
+    pub engine_tls: Option<Arc<EngineTls>>,
     pub observers: Observers,
 }
 

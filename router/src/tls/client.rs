@@ -4,8 +4,10 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use rustls::{AlertDescription, ClientConfig};
-use rustls_pki_types::ServerName;
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::CryptoProvider;
+use rustls::{AlertDescription, ClientConfig, DigitallySignedStruct, SignatureScheme};
+use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
@@ -38,7 +40,8 @@ impl EngineTls {
     /// [`TlsError`] names the invalid file.
     pub(crate) fn new(config: &EngineTlsConfig, metrics: EngineTlsMetrics) -> Result<Arc<Self>, TlsError> {
         let own = config.certificate.iter().chain(&config.key);
-        let files: Vec<PathBuf> = std::iter::once(&config.ca).chain(own).cloned().collect();
+        let roots = (!config.is_unverified).then_some(&config.ca);
+        let files: Vec<PathBuf> = roots.into_iter().chain(own).cloned().collect();
         let files = TlsFiles::new(files, || load(config))?;
         Ok(Arc::new(Self { config: config.clone(), files, metrics }))
     }
@@ -119,8 +122,11 @@ fn no_http2() -> io::Error {
 fn load(config: &EngineTlsConfig) -> Result<(Arc<ClientConfig>, u64), TlsError> {
     let builder = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(rustls::DEFAULT_VERSIONS)
-        .expect("ring has suites for TLS 1.2 and 1.3")
-        .with_root_certificates(roots(&config.ca)?);
+        .expect("ring has suites for TLS 1.2 and 1.3");
+    let builder = match config.is_unverified {
+        true => builder.dangerous().with_custom_certificate_verifier(Arc::new(Unverified(provider()))),
+        false => builder.with_root_certificates(roots(&config.ca)?),
+    };
     let (mut client, not_after_s) = match (&config.certificate, &config.key) {
         (Some(certificate), Some(key_file)) => {
             let (chain, not_after_s) = chain(certificate)?;
@@ -134,4 +140,45 @@ fn load(config: &EngineTlsConfig) -> Result<(Arc<ClientConfig>, u64), TlsError> 
     };
     client.alpn_protocols = vec![HTTP1.to_vec()];
     Ok((Arc::new(client), not_after_s))
+}
+
+/// Accepts every certificate whose key signs the handshake.
+#[derive(Debug)]
+struct Unverified(Arc<CryptoProvider>);
+
+impl ServerCertVerifier for Unverified {
+    fn verify_server_cert(
+        &self,
+        _: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        _: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        let algorithms = &self.0.signature_verification_algorithms;
+        rustls::crypto::verify_tls12_signature(message, certificate, signed, algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        let algorithms = &self.0.signature_verification_algorithms;
+        rustls::crypto::verify_tls13_signature(message, certificate, signed, algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.0.signature_verification_algorithms.supported_schemes()
+    }
 }

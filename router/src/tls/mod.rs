@@ -52,6 +52,9 @@ pub enum TlsError {
         /// The cause.
         source: rustls::Error,
     },
+    /// No certificate can be made.
+    #[error("cannot make a self-signed certificate: {0}")]
+    SelfSigned(String),
     /// An engine's address needs TLS, and there is no `engine_tls`.
     #[error("the engine {0} needs `engine_tls.ca`: the roots of the engines' certificates")]
     NoRoots(String),

@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use rustls::ServerConfig;
 use rustls::server::WebPkiClientVerifier;
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 use tokio_rustls::LazyConfigAcceptor;
@@ -65,6 +66,27 @@ impl ServerTls {
         };
         tls.update_expiry_metric();
         Ok(tls)
+    }
+
+    /// For HTTP/1.1, with a certificate that is made now and that no client can check.
+    ///
+    /// # Errors
+    /// [`TlsError::SelfSigned`].
+    pub(crate) fn self_signed(
+        alpn: &'static [&'static [u8]],
+        metrics: ListenerTlsMetrics,
+    ) -> Result<Self, TlsError> {
+        let config = ListenTlsConfig::new(PathBuf::new(), PathBuf::new());
+        let own = || -> Result<_, TlsError> {
+            let made = rcgen::generate_simple_self_signed(["localhost".to_owned()])
+                .map_err(|error| TlsError::SelfSigned(error.to_string()))?;
+            let key = PrivatePkcs8KeyDer::from(made.signing_key.serialize_der());
+            let server = server_config(&config, vec![made.cert.der().clone()], key.into(), alpn)?;
+            Ok((Arc::new(server), 0))
+        };
+        let files = TlsFiles::new(Vec::new(), own)?;
+        let handshakes = Semaphore::new(config.handshakes);
+        Ok(Self { config, alpn, files, handshakes, metrics })
     }
 
     /// Performs the handshake; `None` if it did not complete in time. The client is then cut.
@@ -131,7 +153,16 @@ impl ServerTls {
 
 fn load(config: &ListenTlsConfig, alpn: &[&[u8]]) -> Result<(Arc<ServerConfig>, u64), TlsError> {
     let (chain, not_after_s) = chain(&config.certificate)?;
-    let key = key(&config.key)?;
+    let server = server_config(config, chain, key(&config.key)?, alpn)?;
+    Ok((Arc::new(server), not_after_s))
+}
+
+fn server_config(
+    config: &ListenTlsConfig,
+    chain: Vec<CertificateDer<'static>>,
+    key: PrivateKeyDer<'static>,
+    alpn: &[&[u8]],
+) -> Result<ServerConfig, TlsError> {
     let builder = ServerConfig::builder_with_provider(provider())
         .with_protocol_versions(rustls::DEFAULT_VERSIONS)
         .expect("ring has suites for TLS 1.2 and 1.3");
@@ -153,5 +184,5 @@ fn load(config: &ListenTlsConfig, alpn: &[&[u8]]) -> Result<(Arc<ServerConfig>, 
     if let Ok(ticketer) = rustls::crypto::ring::Ticketer::new() {
         server.ticketer = ticketer;
     }
-    Ok((Arc::new(server), not_after_s))
+    Ok(server)
 }

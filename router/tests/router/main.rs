@@ -8,3 +8,4 @@ mod input;
 mod operations;
 mod picker;
 mod requests;
+mod sidecar;

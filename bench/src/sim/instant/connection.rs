@@ -8,7 +8,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
 /// Maximum bytes of a request. A larger one ends its connection.
-const REQUEST_BYTES_MAX: usize = 64 << 20;
+pub(super) const REQUEST_BYTES_MAX: usize = 64 << 20;
 
 /// The interim response to a caller that expects permission to send its body.
 const CONTINUE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
@@ -170,7 +170,7 @@ impl Framing {
 }
 
 impl RequestFlags {
-    fn of(head: &[u8], body: &[u8]) -> Self {
+    pub(super) fn of(head: &[u8], body: &[u8]) -> Self {
         let line = head.split(|&byte| byte == b'\r').next().unwrap_or_default();
         let path = line.split(|&byte| byte == b' ').nth(1).unwrap_or_default();
         let posts = line.starts_with(b"POST ");

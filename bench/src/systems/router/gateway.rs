@@ -16,6 +16,8 @@ use crate::load::Streaming;
 const START_WITHIN: Duration = Duration::from_secs(60);
 /// The kernel's name of the threads of a router in this process (at most 15 bytes).
 pub(super) const THREADS: &str = "bench-router";
+/// Those of one with HTTP/2 to its engines.
+pub(super) const HTTP2_THREADS: &str = "bench-router-h2";
 
 /// A running gateway.
 pub(crate) struct Gateway {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use baton_router::{Router, RouterConfig};
 
 use super::RouterBenchError;
-use super::gateway::{self, Gateway, THREADS};
+use super::gateway::{self, Gateway, HTTP2_THREADS, THREADS};
 use crate::common::http_client::ServiceClient;
 
 /// The addresses of the two simulated engines.
@@ -60,7 +60,7 @@ pub(crate) async fn start_all(
         Some(binary) => subjects.push(nginx_proxy(&binary, engines).await?),
         None => skips.report("nginx", "not found; install it or name it with --nginx"),
     }
-    subjects.push(baton(programs.binary.as_ref(), engines).await?);
+    subjects.push(baton(programs.binary.as_ref(), engines, EngineHttp::One).await?);
     match &programs.peers {
         Some(folder) => {
             for (name, start) in [("vllm-router", vllm_router as StartFn), ("smg", smg as StartFn)] {
@@ -178,10 +178,30 @@ async fn register(address: SocketAddr, engines: EngineAddresses) {
     }
 }
 
-fn yaml(listen: SocketAddr, admin: SocketAddr, engines: EngineAddresses) -> String {
+/// The version of HTTP between the router and its engines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum EngineHttp {
+    One,
+    Two,
+}
+
+impl EngineHttp {
+    fn subject(self) -> &'static str {
+        match self {
+            Self::One => "baton",
+            Self::Two => "baton-http2",
+        }
+    }
+}
+
+fn yaml(listen: SocketAddr, admin: SocketAddr, engines: EngineAddresses, http: EngineHttp) -> String {
     let EngineAddresses { prefill, decode } = engines;
+    let http2 = match http {
+        EngineHttp::One => "auto",
+        EngineHttp::Two => "on",
+    };
     format!(
-        "listen: {listen}\nadmin: {{listen: '{admin}'}}\nmodels:\n  - name: sim\n    \
+        "listen: {listen}\nadmin: {{listen: '{admin}'}}\nmodels:\n  - name: sim\n    http2: {http2}\n    \
          prefill: {{engines: [{{url: 'http://{prefill}'}}]}}\n    \
          decode: {{engines: [{{url: 'http://{decode}'}}]}}\n"
     )
@@ -191,16 +211,18 @@ fn yaml(listen: SocketAddr, admin: SocketAddr, engines: EngineAddresses) -> Stri
 pub(super) async fn baton(
     binary: Option<&PathBuf>,
     engines: EngineAddresses,
+    http: EngineHttp,
 ) -> Result<Gateway, RouterBenchError> {
-    let Some(binary) = binary.cloned().or_else(this_binary) else { return threads(engines).await };
+    let Some(binary) = binary.cloned().or_else(this_binary) else { return threads(engines, http).await };
     let (address, admin) = (gateway::free()?, gateway::free()?);
-    let file = std::env::temp_dir().join(format!("baton-bench-router-{}.yaml", std::process::id()));
-    std::fs::write(&file, yaml(address, admin, engines))
+    let name = http.subject();
+    let file = std::env::temp_dir().join(format!("baton-bench-router-{}-{name}.yaml", std::process::id()));
+    std::fs::write(&file, yaml(address, admin, engines, http))
         .map_err(|error| RouterBenchError::System("no configuration", error))?;
     let mut command = Command::new(&binary);
     command.args(["router", "-c"]).arg(&file);
     let version = version(&binary, "--version");
-    Gateway::process("baton", version, address, command, vec![file]).await
+    Gateway::process(name, version, address, command, vec![file]).await
 }
 
 /// The running program, if it has a `router` command.
@@ -208,15 +230,19 @@ fn this_binary() -> Option<PathBuf> {
     std::env::current_exe().ok().filter(|path| path.file_stem().is_some_and(|stem| stem == "baton"))
 }
 
-async fn threads(engines: EngineAddresses) -> Result<Gateway, RouterBenchError> {
+async fn threads(engines: EngineAddresses, http: EngineHttp) -> Result<Gateway, RouterBenchError> {
     let not_started = |error: &dyn std::fmt::Display| RouterBenchError::Router(error.to_string());
-    let config = RouterConfig::from_yaml(&yaml(gateway::any(), gateway::any(), engines), "bench")
+    let config = RouterConfig::from_yaml(&yaml(gateway::any(), gateway::any(), engines, http), "bench")
         .map_err(|error| not_started(&error))?;
     let start = move || async move {
         let router = Router::bind(config).await.map_err(|error| not_started(&error))?;
         Ok::<_, RouterBenchError>((router.local_addr(), router.run(Default::default())))
     };
-    Gateway::threads("baton", THREADS, start).await
+    let threads = match http {
+        EngineHttp::One => THREADS,
+        EngineHttp::Two => HTTP2_THREADS,
+    };
+    Gateway::threads(http.subject(), threads, start).await
 }
 
 #[cfg(test)]

@@ -53,7 +53,8 @@ impl SoakReport {
 /// Sends `requests` requests and samples the memory meanwhile.
 pub(super) async fn measure(args: &RouterArgs, requests: usize) -> Result<SoakReport, RouterBenchError> {
     let engines = EnginePair::start(args.tokens, Duration::ZERO)?;
-    let subject = peers::baton(args.programs.binary.as_ref(), engines.addresses()).await?;
+    let subject =
+        peers::baton(args.programs.binary.as_ref(), engines.addresses(), peers::EngineHttp::One).await?;
     let (next, cancelled) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     let begun = Instant::now();
     let mut tasks = tokio::task::JoinSet::new();

@@ -88,6 +88,22 @@ fn an_unchanged_body_is_forwarded_as_a_slice() {
 }
 
 #[test]
+fn a_body_without_fields_of_the_caller_is_one_object() {
+    for (text, expected) in [
+        (r#"{"a":1,"b":[2],"c":{"d":3}}"#, r#"{"a":1,"b":[2],"c":{"d":3}}"#),
+        (r#"{"kv_transfer_params":{},"a":1}"#, r#"{"a":1}"#),
+        (r#"{"gone":1,"a":1}"#, r#"{"a":1}"#),
+        (r#"{"a":{"kv_transfer_params":1}}"#, r#"{"a":{}}"#),
+        (r#"{"gone":1}"#, "{}"),
+        ("{}", "{}"),
+    ] {
+        let body = RawBody::any(Bytes::from(text), &ParseLimits::default(), &RouterRules).expect(text);
+        let written: Value = serde_json::from_str(&joined(&body.write(&[], &["gone"]))).expect(text);
+        assert_eq!(written, serde_json::from_str::<Value>(expected).expect(expected), "{text}");
+    }
+}
+
+#[test]
 fn only_an_ambiguous_part_is_rewritten() {
     let text = r#"{"model":"m","prompt":"x","a":{"b":1.10,"b":2.20},"c" : 3.30,"\u0064":4.40,
         "remote_host":"x","extra_body":{"remote_port":1,"y":{"remote_x":0}},"e":{"remote_kept":[5.50]}}"#;

@@ -4,7 +4,7 @@ use jsonwebtoken::jwk::{AlgorithmParameters, EllipticCurve, Jwk, KeyAlgorithm, P
 use jsonwebtoken::{Algorithm, AlgorithmFamily, DecodingKey};
 use serde::Deserialize;
 
-use super::token::TokenError;
+use super::token_error::TokenError;
 
 /// Maximum keys of an issuer. Issuers publish two to ten.
 const KEYS_MAX: usize = 100;
@@ -38,7 +38,7 @@ pub(super) enum KeySetError {
 }
 
 #[derive(Deserialize)]
-struct Document {
+struct KeyDocument {
     keys: Vec<serde_json::Value>,
 }
 
@@ -48,7 +48,7 @@ impl KeySet {
     /// # Errors
     /// [`KeySetError`].
     pub(super) fn read(document: &[u8]) -> Result<Self, KeySetError> {
-        let Document { keys } = serde_json::from_slice(document).map_err(|_| KeySetError::Format)?;
+        let KeyDocument { keys } = serde_json::from_slice(document).map_err(|_| KeySetError::Format)?;
         if keys.len() > KEYS_MAX {
             return Err(KeySetError::TooMany(keys.len()));
         }

@@ -7,8 +7,8 @@ use jsonwebtoken::{Algorithm, AlgorithmFamily, Header, Validation};
 use serde_json::{Map, Value};
 
 use super::key_set::IssuerKey;
+use super::token_error::TokenError;
 use crate::config::{JwtAlgorithm, JwtConfig, Priority};
-use crate::metrics::tenants::UnauthorizedReason;
 
 /// Maximum length of a token. Issuers with many groups write 4 to 8 KiB.
 const TOKEN_BYTES_MAX: usize = 16 << 10;
@@ -20,36 +20,6 @@ const TENANT_BYTES_MAX: usize = 128;
 
 /// The claims of a token.
 pub(super) type Claims = Map<String, Value>;
-
-/// Why a token is refused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum TokenError {
-    Malformed,
-    Issuer,
-    Audience,
-    Algorithm,
-    KeyId,
-    Signature,
-    Expired,
-    NotYetValid,
-    Claims,
-}
-
-impl TokenError {
-    pub(super) fn reason(self) -> UnauthorizedReason {
-        match self {
-            Self::Malformed => UnauthorizedReason::TokenMalformed,
-            Self::Issuer => UnauthorizedReason::TokenIssuer,
-            Self::Audience => UnauthorizedReason::TokenAudience,
-            Self::Algorithm => UnauthorizedReason::TokenAlgorithm,
-            Self::KeyId => UnauthorizedReason::TokenKeyId,
-            Self::Signature => UnauthorizedReason::TokenSignature,
-            Self::Expired => UnauthorizedReason::TokenExpired,
-            Self::NotYetValid => UnauthorizedReason::TokenNotYetValid,
-            Self::Claims => UnauthorizedReason::TokenClaims,
-        }
-    }
-}
 
 /// Whether a credential is a token and no key: it has two dots.
 pub(in crate::auth) fn is_token(credential: &str) -> bool {

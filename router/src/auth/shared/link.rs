@@ -38,7 +38,7 @@ const STABLE: Duration = Duration::from_secs(10);
 
 /// The link of a router to the server.
 #[derive(Default)]
-pub(super) struct Link {
+pub(super) struct StoreLink {
     /// `None`: down.
     current: ArcSwapOption<Connected>,
     failures: AtomicU32,
@@ -65,7 +65,7 @@ pub(super) enum LinkError {
     Server(String),
 }
 
-impl Link {
+impl StoreLink {
     /// Asks the server, for a request. An error has been counted as a failure of the link.
     ///
     /// # Errors

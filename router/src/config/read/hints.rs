@@ -98,7 +98,9 @@ pub(in crate::config::read) fn hint_for_form(
 ) -> Option<String> {
     match &node.content {
         NodeContent::Scalar { text, plain } if !node.is_null() => wrapped(root, schema, text, *plain, 0),
-        NodeContent::List(_) => only_list(root, schema).map(|(name, _)| format!("{{{name}: [...]}}")),
+        NodeContent::List(_) => {
+            only_of_type(root, schema, "array").map(|(name, _)| format!("{{{name}: [...]}}"))
+        }
         NodeContent::Map(_) if types(schema).contains(&"array") => Some("[{...}]".to_owned()),
         NodeContent::Scalar { .. } | NodeContent::Map(_) => None,
     }
@@ -188,15 +190,15 @@ fn paths_of_key<'a>(
     }
 }
 
-/// The only key of a map that takes a list.
-fn only_list<'a>(root: &'a Value, schema: &'a Value) -> Option<(&'a str, &'a Value)> {
+/// The only key of a map that takes a value of this type.
+fn only_of_type<'a>(root: &'a Value, schema: &'a Value, kind: &str) -> Option<(&'a str, &'a Value)> {
     let properties = schema["properties"].as_object()?;
-    let mut lists = properties
+    let mut keys = properties
         .iter()
         .map(|(name, property)| (name.as_str(), target(root, property)))
-        .filter(|(_, property)| types(property).contains(&"array"));
-    let only = lists.next()?;
-    lists.next().is_none().then_some(only)
+        .filter(|(_, property)| types(property).contains(&kind));
+    let only = keys.next()?;
+    keys.next().is_none().then_some(only)
 }
 
 /// A text in the form that a schema needs, if there is only one.
@@ -214,7 +216,7 @@ fn wrapped(root: &Value, schema: &Value, text: &str, plain: bool, depth: usize) 
         let required: Vec<_> =
             schema["required"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
         let (name, property) = match required.as_slice() {
-            [] => only_list(root, schema)?,
+            [] => only_of_type(root, schema, "array").or_else(|| only_of_type(root, schema, "integer"))?,
             [name] => (*name, &schema["properties"][name]),
             _ => return None,
         };

@@ -156,7 +156,7 @@ fn body(leg: &LegInput<'_>, link: Link<'_>, of: Leg) -> Payload {
     let port;
     let room;
     let rid = json!(leg.request.as_str()).to_string();
-    let mut added: Vec<(&str, &[u8])> = vec![("model", leg.model.as_json().as_bytes())];
+    let mut added: Vec<(&str, &[u8])> = leg.model.field().into_iter().collect();
     if let Link::Bootstrap(bootstrap) = link {
         // A request with several prompts needs lists of the same length.
         let listed = |value: Value| match leg.prompts {

@@ -31,7 +31,7 @@ impl ClientRequest {
             owner: self.owner,
             authorization: self.authorization.as_ref(),
         };
-        let pools = [(Leg::Decode, &self.model.decode), (Leg::Prefill, &self.model.prefill)];
+        let pools = [(Leg::Decode, &*self.model.decode), (Leg::Prefill, &*self.model.prefill)];
         if let Some(ids) = tokenizer.ids(&question, pools).await {
             self.features.set_prompt_ids(ids, &self.model.features);
         }

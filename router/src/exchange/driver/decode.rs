@@ -126,7 +126,11 @@ impl ExchangeDriver {
                 Some(reservation) => reservation,
                 None => match self.select_decode(session, request, &tried).await {
                     Ok(EngineSelection::Engine(reservation)) => reservation,
-                    Ok(EngineSelection::Unavailable(_)) => break,
+                    Ok(EngineSelection::Unavailable(_)) => {
+                        // Engines of another revision cannot use the handoff, and can compute the prompt.
+                        spent |= handoff.is_some() && self.prefill.compatibility.is_some();
+                        break;
+                    }
                     Ok(EngineSelection::Busy(busy)) => {
                         (last, cause) = (Refusal(busy), SettlementCause::DecodeBusy);
                         break;
@@ -202,6 +206,9 @@ impl ExchangeDriver {
             return Err(self.cancel());
         };
         let result = match result {
+            Ok(result) if self.model.name_in_bodies.is_of_client() => {
+                result.with_clients_model(&self.model.name)
+            }
             Ok(result) => result,
             Err(fault) => {
                 // The prefill engine failed, so the blocks that the decode engine waits for do not arrive.

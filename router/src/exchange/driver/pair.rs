@@ -243,13 +243,19 @@ impl ExchangeDriver {
                 let decode = self.selection.reserved.take().expect("it was just reserved");
                 Ok(Some([prefill, decode]))
             }
-            EngineSelection::Unavailable(Unavailable::NoEngine) => Ok(None),
+            EngineSelection::Unavailable(Unavailable::NoEngine) => {
+                // Another decode engine may have a prefill engine.
+                match self.reselect_decode(session, request, &failed.decode).await? {
+                    true => Box::pin(self.select_pair(session, request, failed)).await,
+                    false => Ok(None),
+                }
+            }
             EngineSelection::Unavailable(Unavailable::Full) => Err(self.refuse_busy(Refusal::all_busy().0)),
             EngineSelection::Busy(busy) => Err(self.refuse_busy(busy)),
         }
     }
 
-    fn refuse_busy(&mut self, busy: ApiError) -> RequestError {
+    pub(super) fn refuse_busy(&mut self, busy: ApiError) -> RequestError {
         let is_first = self.exchange(|exchange| exchange.state()) == State::Choosing;
         self.apply(match is_first {
             true => Event::NotAdmitted,
@@ -452,6 +458,9 @@ impl ExchangeDriver {
             Ok(PrefillResult::NoLease) if pushes => {
                 PrefillResult::Failed(Failure::Answered, Refusal::broken(), Fault::None)
             }
+            Ok(result) if self.model.name_in_bodies.is_of_client() => {
+                result.with_clients_model(&self.model.name)
+            }
             Ok(result) => result,
         };
         // The reply ends the call.
@@ -512,6 +521,10 @@ impl ExchangeDriver {
         decoded: DecodeResult,
     ) -> Result<PairOutcome, RequestError> {
         let (attempt, engine) = &pair.decode;
+        let decoded = match self.model.name_in_bodies.is_of_client() {
+            true => decoded.with_clients_model(&self.model.name),
+            false => decoded,
+        };
         match decoded {
             DecodeResult::Accepted(_) => unreachable!("the caller handles acceptance"),
             DecodeResult::Refused(refusal) => {

@@ -35,6 +35,8 @@ pub(super) struct PrefillLeg {
     pub pending: Option<PendingPrefill>,
     /// The last lease and its transfer parameters, for the release.
     pub lease: Option<(Attempt, Arc<str>)>,
+    /// The compatibility of the last prefill engine.
+    pub compatibility: Option<u64>,
     /// A prefill engine failed after it leased its blocks early.
     pub failed_after_lease: bool,
     /// Records the response for the next turn of its conversation.
@@ -131,6 +133,14 @@ impl ExchangeDriver {
             };
             let reservation = match selection {
                 EngineSelection::Engine(reservation) => reservation,
+                // Another decode engine may have a prefill engine.
+                EngineSelection::Unavailable(Unavailable::NoEngine)
+                    if tried.is_empty()
+                        && request.model.handoff.fallback == Fallback::None
+                        && self.reselect_decode(session, request, &[]).await? =>
+                {
+                    continue;
+                }
                 EngineSelection::Unavailable(Unavailable::NoEngine) => break,
                 EngineSelection::Unavailable(Unavailable::Full) => {
                     return Ok(PrefillOutcome::Unavailable(Unavailable::Full, Refusal::all_busy()));
@@ -172,6 +182,7 @@ impl ExchangeDriver {
         let probe_interval = Duration::from_millis(self.generation.config.timeouts.liveness_probe_ms);
         let EngineReservation { member, load, .. } = reservation;
         let (engine, rank) = (Arc::clone(&member.engine), member.rank);
+        self.prefill.compatibility = member.compatibility();
         engine_request.rank = rank;
         let sent_at = Instant::now();
         let attempt = self.attempts.add(Leg::Prefill, &engine);
@@ -189,6 +200,9 @@ impl ExchangeDriver {
                     return Err(RequestError::Refused(Refusal::timed_out()));
                 }
                 return Ok(PrefillAttempt::Failed(Refusal::timed_out()));
+            }
+            Ok(Ok(result)) if self.model.name_in_bodies.is_of_client() => {
+                result.with_clients_model(&self.model.name)
             }
             Ok(Ok(result)) => result,
         };

@@ -22,7 +22,7 @@ use crate::legs::request_error::RequestError;
 use crate::message::features::RoutingFeatures;
 use crate::metrics::Leg;
 use crate::metrics::routing::DisaggregationReason;
-use crate::routing::disaggregation;
+use crate::routing::disaggregation::{self, DisaggregationInputs};
 use crate::routing::models::Model;
 use crate::routing::pool::{CapacityRule, Detail, EngineReservation, Pool, another_first};
 
@@ -63,7 +63,16 @@ impl ExchangeDriver {
         self.settlement.model = Some(Arc::clone(&request.model));
         self.settlement.authorization = request.authorization.clone();
         let find = |model: &Model, detail| {
-            self.search(Leg::Decode, &model.decode, &request.routing_features(), detail, |choose| choose(&[]))
+            let without_partner = match request.dialect.generates() {
+                true => model.decode.without_partner(&model.prefill),
+                false => Vec::new(),
+            };
+            self.search(Leg::Decode, &model.decode, &request.routing_features(), detail, |choose| {
+                match without_partner.is_empty() {
+                    true => choose(&[]),
+                    false => another_first(&[&without_partner, &[]], choose),
+                }
+            })
         };
         match self.wait(session, Leg::Decode, admission, WaitOptions::default(), find).await {
             Err(ClientGone) => Err(self.cancel()),
@@ -90,16 +99,17 @@ impl ExchangeDriver {
         request: &ClientRequest,
         tried: &[Arc<Engine>],
     ) -> Result<EngineSelection, ClientGone> {
+        let is_ready = matches!(self.exchange(|exchange| exchange.state()), State::ReadyToDecode(Some(_)));
+        let compatibility = if is_ready { self.prefill.compatibility } else { None };
         let find = |model: &Model, detail| {
-            let features = request.routing_features();
+            let features = RoutingFeatures { compatibility, ..request.routing_features() };
             match self.search(Leg::Decode, &model.decode, &features, detail, |choose| choose(tried)) {
                 Err(Unavailable::Full) => Err(Unavailable::Full),
                 chosen => Ok(chosen),
             }
         };
-        let excluded = self.model.decode.member_ids(tried);
-        let ahead = matches!(self.exchange(|exchange| exchange.state()), State::ReadyToDecode(Some(_)));
-        let options = WaitOptions { excluded, ahead };
+        let excluded = self.model.decode.excluded_ids(tried, compatibility);
+        let options = WaitOptions { excluded, ahead: is_ready };
         self.select(session, Leg::Decode, self.renewed_admission(), options, find).await
     }
 
@@ -111,13 +121,16 @@ impl ExchangeDriver {
         tried: &[Arc<Engine>],
     ) -> Result<EngineSelection, ClientGone> {
         let mut features = request.routing_features();
-        features.pair = self.selection.reserved.as_ref().and_then(EngineReservation::pair);
+        self.selection.reserved.iter().for_each(|decode| decode.require_partner(&mut features));
         let decode = self.selection.reserved.as_ref().map(EngineReservation::engine);
         let before: Vec<_> = tried.iter().chain(&self.attempts.last_prefill).cloned().collect();
-        let others: Vec<_> = before.iter().chain(decode).cloned().collect();
+        let mut others: Vec<_> = before.iter().chain(decode).cloned().collect();
+        if decode.is_none() {
+            others.extend(self.model.prefill.without_partner(&self.model.decode));
+        }
         let find = |model: &Model, detail| {
             self.search(Leg::Prefill, &model.prefill, &features, detail, |choose| match choose(&others) {
-                Err(Unavailable::Full) if model.prefill.will_have_room(&others, &model.decode) => {
+                Err(Unavailable::Full) if model.prefill.will_have_room(&features, &others, &model.decode) => {
                     Err(Unavailable::Full)
                 }
                 // After a failure with an open lease, no engine is tried twice if a decode engine may compute the
@@ -128,14 +141,41 @@ impl ExchangeDriver {
                 {
                     Ok(Err(Unavailable::NoEngine))
                 }
+                Err(_) if request.model.handoff.repeats_prefill => Ok(choose(&[])),
                 Err(_) => Ok(another_first(&[&before, tried], choose)),
                 chosen => Ok(chosen),
             })
         };
         let is_first = tried.is_empty() && self.retry.is_first_round();
         let admission = if is_first { self.admission() } else { self.renewed_admission() };
-        let options = WaitOptions { excluded: self.model.prefill.member_ids(&others), ahead: false };
+        let excluded = self.model.prefill.excluded_ids(&others, features.compatibility);
+        let options = WaitOptions { excluded, ahead: false };
         self.select(session, Leg::Prefill, admission, options, find).await
+    }
+
+    /// Replaces the reserved decode engine if no prefill engine fits it and one fits another. Returns whether it did.
+    pub(super) async fn reselect_decode(
+        &mut self,
+        session: &mut Session,
+        request: &ClientRequest,
+        failed: &[Arc<Engine>],
+    ) -> Result<bool, RequestError> {
+        let mut tried = self.model.decode.without_partner(&self.model.prefill);
+        let is_without =
+            |reserved: &EngineReservation| tried.iter().any(|engine| Arc::ptr_eq(engine, reserved.engine()));
+        if !self.selection.reserved.as_ref().is_some_and(is_without) {
+            return Ok(false);
+        }
+        tried.extend_from_slice(failed);
+        match self.select_decode(session, request, &tried).await {
+            Err(ClientGone) => Err(self.cancel()),
+            Ok(EngineSelection::Engine(reserved)) => {
+                self.selection.reserved = Some(reserved);
+                Ok(true)
+            }
+            Ok(EngineSelection::Unavailable(_)) => Ok(false),
+            Ok(EngineSelection::Busy(busy)) => Err(self.refuse_busy(busy)),
+        }
     }
 
     fn admission(&self) -> AdmissionRequest {
@@ -211,7 +251,8 @@ impl ExchangeDriver {
     }
 
     /// Reserves a decode engine for the rest of a response without waiting: one outside `tried` if possible. If all
-    /// others have failed, one of them may have recovered; the engine that broke off is the last choice.
+    /// others have failed, one of them may have recovered; the engine that broke off is the last choice. The rest comes
+    /// from an engine of the same revision, where the model has a label for it.
     pub(super) fn reserve_decode_for_resume(
         &self,
         request: &ClientRequest,
@@ -219,7 +260,9 @@ impl ExchangeDriver {
         tried: &[Arc<Engine>],
     ) -> Option<EngineReservation> {
         let decode = &request.model.decode;
-        self.search(Leg::Decode, decode, &request.routing_features(), Detail::All, |choose| {
+        let compatibility = decode.compatibility_of(failed);
+        let features = RoutingFeatures { compatibility, ..request.routing_features() };
+        self.search(Leg::Decode, decode, &features, Detail::All, |choose| {
             match choose(tried).or_else(|_| choose(std::slice::from_ref(failed))) {
                 Err(Unavailable::NoEngine) => choose(&[]).ok(),
                 reserved => reserved.ok(),
@@ -229,15 +272,18 @@ impl ExchangeDriver {
 
     /// Whether another engine would prefill, without a record of the decision.
     pub(super) fn would_disaggregate(&self, request: &ClientRequest) -> bool {
-        let cached = self.selection.reserved.as_ref().map(|reserved| reserved.cached).unwrap_or_default();
-        disaggregation::decide(&request.model.disaggregate, &request.disaggregation_inputs(cached))
-            .is_remote()
+        disaggregation::decide(&request.model.disaggregate, &self.disaggregation_inputs(request)).is_remote()
+    }
+
+    fn disaggregation_inputs(&self, request: &ClientRequest) -> DisaggregationInputs {
+        let reserved = self.selection.reserved.as_ref();
+        let cached = reserved.map(|reserved| reserved.cached).unwrap_or_default();
+        request.disaggregation_inputs(cached, reserved.and_then(|reserved| reserved.member.compatibility()))
     }
 
     /// Decides whether another engine prefills, given the reserved decode engine.
     pub(super) fn decide_disaggregation(&self, request: &ClientRequest) -> DisaggregationReason {
-        let cached = self.selection.reserved.as_ref().map(|reserved| reserved.cached).unwrap_or_default();
-        let inputs = request.disaggregation_inputs(cached);
+        let inputs = self.disaggregation_inputs(request);
         let reason = disaggregation::decide(&request.model.disaggregate, &inputs);
         if let Some(explanation) = &self.explanation {
             explanation.record_disaggregation(reason, inputs);

@@ -40,7 +40,7 @@ struct PoolSpec {
 type PodMap = BTreeMap<String, Pod>;
 
 /// Watches until it is dropped.
-pub(super) async fn follow(
+pub(crate) async fn follow(
     config: &InferencePoolConfig,
     report: impl Fn(Result<Vec<Endpoint>, String>) + Sync,
 ) {

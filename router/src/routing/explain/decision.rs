@@ -52,6 +52,7 @@ impl Eligibility {
             Self::Tried => "tried",
             Self::Unresponsive => "silent",
             Self::Draining => "draining",
+            Self::Incompatible => "incompatible",
         }
     }
 }

@@ -12,8 +12,10 @@ use crate::metrics::Leg;
 pub(super) struct LabelIndexes {
     /// All members.
     all: Vec<Arc<LoadIndex>>,
-    /// Members by the hash of their pair labels.
-    pairs: HashMap<u64, Vec<Arc<LoadIndex>>>,
+    /// Members by their compatibility, if the model has a label for it.
+    compatible: HashMap<u64, Vec<Arc<LoadIndex>>>,
+    /// Members by their compatibility and the hash of their pair labels.
+    pairs: HashMap<(Option<u64>, u64), Vec<Arc<LoadIndex>>>,
 }
 
 impl LabelIndexes {
@@ -30,29 +32,49 @@ impl LabelIndexes {
             };
             [true, false].into_iter().filter_map(with).collect()
         };
-        let mut pairs = HashMap::new();
-        for pair in members.iter().filter_map(|member| member.pair()) {
-            pairs.entry(pair).or_insert_with(|| both(&|member| member.pair() == Some(pair)));
+        let (mut compatible, mut pairs) = (HashMap::new(), HashMap::new());
+        for member in members {
+            let compatibility = member.compatibility();
+            if let Some(value) = compatibility {
+                compatible
+                    .entry(value)
+                    .or_insert_with(|| both(&|other| other.compatibility() == compatibility));
+            }
+            if let Some(pair) = member.pair() {
+                let same =
+                    |other: &PoolMember| other.compatibility() == compatibility && other.pair() == Some(pair);
+                pairs.entry((compatibility, pair)).or_insert_with(|| both(&same));
+            }
         }
-        Self { all: both(&|_| true), pairs }
+        Self { all: both(&|_| true), compatible, pairs }
     }
 
-    pub(super) fn all(&self) -> &[Arc<LoadIndex>] {
-        &self.all
+    /// The compatibilities of the members; none if the model has no label for it.
+    pub(super) fn compatibilities(&self) -> Vec<u64> {
+        self.compatible.keys().copied().collect()
     }
 
-    /// The members with these pair labels.
-    pub(super) fn of_pair(&self, pair: Option<u64>) -> &[Arc<LoadIndex>] {
-        pair.and_then(|pair| self.pairs.get(&pair)).map(Vec::as_slice).unwrap_or_default()
+    /// The members of this compatibility; `None`: all members.
+    pub(super) fn compatible(&self, required: Option<u64>) -> &[Arc<LoadIndex>] {
+        match required {
+            None => &self.all,
+            Some(required) => self.compatible.get(&required).map(Vec::as_slice).unwrap_or_default(),
+        }
     }
 
-    /// Members whose health permits requests.
-    pub(super) fn in_use(&self) -> usize {
-        self.all.iter().map(|index| index.in_use()).sum()
+    /// The members of this compatibility with these pair labels.
+    pub(super) fn of_pair(&self, compatibility: Option<u64>, pair: Option<u64>) -> &[Arc<LoadIndex>] {
+        let paired = pair.and_then(|pair| self.pairs.get(&(compatibility, pair)));
+        paired.map(Vec::as_slice).unwrap_or_default()
     }
 
-    /// This router's requests at the member with the fewest.
-    pub(super) fn least_own(&self) -> Option<u32> {
-        self.all.iter().filter_map(|index| index.least_own()).min()
+    /// Members of this compatibility whose health permits requests.
+    pub(super) fn in_use(&self, compatibility: Option<u64>) -> usize {
+        self.compatible(compatibility).iter().map(|index| index.in_use()).sum()
+    }
+
+    /// This router's requests at the member of this compatibility with the fewest.
+    pub(super) fn least_own(&self, compatibility: Option<u64>) -> Option<u32> {
+        self.compatible(compatibility).iter().filter_map(|index| index.least_own()).min()
     }
 }

@@ -149,7 +149,14 @@ impl LoadIndex {
 
 fn load_leaf(member: &PoolMember, index: usize, leg: Leg, by: LoadUnit) -> LoadLeaf {
     let now = LazyNow::new(Instant::now);
-    let context = ChoiceContext { tried: &[], leg, panic: false, capacity: CapacityRule::Needed, now: &now };
+    let context = ChoiceContext {
+        tried: &[],
+        leg,
+        panic: false,
+        capacity: CapacityRule::Needed,
+        compatibility: None,
+        now: &now,
+    };
     let candidate = member.candidate(index, &now);
     LoadLeaf {
         candidate,

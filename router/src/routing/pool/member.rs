@@ -25,6 +25,8 @@ pub(super) struct ChoiceContext<'a> {
     /// So few engines are in use that their health is ignored.
     pub panic: bool,
     pub capacity: CapacityRule,
+    /// The required [`PoolMember::compatibility`]; `None`: any.
+    pub compatibility: Option<u64>,
     pub now: &'a LazyNow,
 }
 
@@ -52,6 +54,9 @@ pub(crate) struct PoolMember {
     key: u64,
     /// A hash of its values of the pair labels; `None` if it lacks one of them.
     pair: Option<u64>,
+    /// A hash of its value of the compatibility label, or of the lack of that label; `None` if the model has no such
+    /// label.
+    compatibility: Option<u64>,
     /// Whether it has the labels that the pool prefers.
     preferred: bool,
     /// The publisher of its KV events.
@@ -70,17 +75,20 @@ pub(crate) enum Eligibility {
     Unresponsive,
     /// Never: an operator or the engine drains it.
     Draining,
+    /// Never: its value of the model's compatibility label differs from that of the other leg's engine.
+    Incompatible,
 }
 
 impl PoolMember {
-    /// `pair_by`: the names of the labels that the engines of a pair should share.
-    /// `rank`: one of several ranks of the engine.
+    /// `pair_by`: the names of the labels that the engines of a pair should share. `compatibility`: the name of the
+    /// label that they must share. `rank`: one of several ranks of the engine.
     pub(crate) fn new(
         config: &EngineConfig,
         engine: Arc<Engine>,
         rank: Option<u16>,
         pool: &PoolConfig,
         pair_by: &[String],
+        compatibility: Option<&str>,
     ) -> Self {
         let authority = config.url.authority();
         let key = rank.map_or_else(
@@ -95,6 +103,7 @@ impl PoolMember {
             max_waiting: pool.capacity.max_waiting,
             max_kv_usage: pool.capacity.max_kv_usage,
             pair: pair_of(&config.labels, pair_by),
+            compatibility: compatibility.map(|name| compatibility_of(&config.labels, name)),
             events: config
                 .kv_events
                 .as_ref()
@@ -109,6 +118,22 @@ impl PoolMember {
     /// A hash of the labels that the engine of the other leg should share.
     pub(crate) fn pair(&self) -> Option<u64> {
         self.pair
+    }
+
+    /// Equal at engines whose blocks each other can use; `None` if the model has no compatibility label.
+    pub(crate) fn compatibility(&self) -> Option<u64> {
+        self.compatibility
+    }
+
+    /// As [`EngineReservation::require_partner`](super::EngineReservation::require_partner).
+    pub(crate) fn require_partner(&self, features: &mut RoutingFeatures<'_>) {
+        features.pair = self.pair;
+        features.compatibility = self.compatibility;
+    }
+
+    /// Whether the other leg's engine has the same value of the compatibility label.
+    pub(super) fn is_compatible(&self, required: Option<u64>) -> bool {
+        required.is_none_or(|required| self.compatibility == Some(required))
     }
 
     /// Whether it has the labels that the pool prefers.
@@ -143,6 +168,9 @@ impl PoolMember {
     }
 
     pub(super) fn eligibility(&self, context: &ChoiceContext<'_>) -> Eligibility {
+        if !self.is_compatible(context.compatibility) {
+            return Eligibility::Incompatible;
+        }
         let health = self.engine.health();
         let has_room = || self.load() < self.max_in_flight && !self.reports_full(context.now);
         if context.tried.iter().any(|t| Arc::ptr_eq(t, &self.engine)) {
@@ -209,6 +237,11 @@ impl PoolMember {
 /// Whether an engine's labels contain all of `required`.
 pub(crate) fn has_labels(labels: &BTreeMap<String, String>, required: &BTreeMap<String, String>) -> bool {
     required.iter().all(|(name, value)| labels.get(name) == Some(value))
+}
+
+/// Engines without the label have one value in common.
+fn compatibility_of(labels: &BTreeMap<String, String>, name: &str) -> u64 {
+    labels.get(name).map_or(0, |value| xxh3_64(value.as_bytes()) | 1)
 }
 
 fn pair_of(labels: &BTreeMap<String, String>, names: &[String]) -> Option<u64> {

@@ -41,8 +41,9 @@ fn terms() -> ConnectionTerms {
 fn pool(fleet: &Fleet, policy: &str, engines: usize, weights: bool, prefer: &str) -> Pool {
     let engine = |n: usize| {
         let (weight, zone) = (if weights { 1 + n % 3 } else { 2 }, ["a", "b", "c"][n % 3]);
+        let revision = [", revision: old", ", revision: new", ""][n / 3 % 3];
         format!(
-            "  - {{url: 'http://e{n}:1', weight: {weight}, max_in_flight: 3, labels: {{zone: {zone}}}}}\n"
+            "  - {{url: 'http://e{n}:1', weight: {weight}, max_in_flight: 3, labels: {{zone: {zone}{revision}}}}}\n"
         )
     };
     let engines: String = (0..engines).map(engine).collect();
@@ -55,7 +56,7 @@ fn of_yaml(fleet: &Fleet, yaml: &str) -> Pool {
     let config: PoolConfig = serde_saphyr::from_str(yaml).expect("a pool");
     let member = |engine: &crate::config::EngineConfig| {
         let known = fleet.engine(&engine.url, &terms());
-        Arc::new(PoolMember::new(engine, known, None, &config, &["zone".to_owned()]))
+        Arc::new(PoolMember::new(engine, known, None, &config, &["zone".to_owned()], Some("revision")))
     };
     let members = config.engines.iter().map(member).collect();
     let health = HealthConfig::default();
@@ -118,15 +119,23 @@ fn a_choice_by_index_equals_a_walk_over_all_members() {
                 let tried: Vec<_> =
                     (0..rng.below(3)).map(|_| Arc::clone(&pool.members[rng.below(engines)].engine)).collect();
                 let pair = (rng.below(2) == 0).then(|| pool.members[rng.below(engines)].pair()).flatten();
+                let compatibility =
+                    (rng.below(2) == 0).then(|| pool.members[rng.below(engines)].compatibility()).flatten();
                 let session = Some(step.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-                let features =
-                    RoutingFeatures { session, prefix: &prefix, pair, ..RoutingFeatures::default() };
+                let features = RoutingFeatures {
+                    session,
+                    prefix: &prefix,
+                    pair,
+                    compatibility,
+                    ..RoutingFeatures::default()
+                };
                 let now = LazyNow::new(Instant::now);
                 let context = ChoiceContext {
                     tried: &tried,
                     leg: Leg::Decode,
                     panic: false,
                     capacity: CapacityRule::Needed,
+                    compatibility,
                     now: &now,
                 };
                 let draw = rng.0.next();
@@ -136,6 +145,7 @@ fn a_choice_by_index_equals_a_walk_over_all_members() {
                 let (from_index, from_scan) = (from_index.expect("wanted"), from_scan.expect("always"));
                 if let Ok((choice, _)) = by_scan {
                     chosen += 1;
+                    assert!(pool.members[choice.index].is_compatible(compatibility), "{policy}, step {step}");
                     assert_eq!(from_index.candidates, from_scan.candidates, "{policy}, step {step}");
                     assert!(from_index.named.iter().any(|named| named.index == choice.index));
                     assert!(
@@ -156,7 +166,7 @@ fn a_choice_by_index_equals_a_walk_over_all_members() {
                 };
                 assert_eq!(pool.in_use(), pool.members.iter().filter(out).count());
                 let least = pool.members.iter().map(|member| member.load()).min();
-                assert_eq!(Some(pool.least_in_flight()), least);
+                assert_eq!(Some(pool.least_in_flight(None)), least);
             }
             assert!(chosen > 15, "{policy}, {engines} engines: {chosen} choices");
         }
@@ -223,7 +233,7 @@ fn the_load_index_matches_engines_after_concurrent_changes() {
             });
         }
     });
-    assert_eq!((pool.least_in_flight(), pool.in_use()), (0, 5));
+    assert_eq!((pool.least_in_flight(None), pool.in_use()), (0, 5));
     let held: Vec<_> = std::iter::from_fn(|| {
         pool.reserve(&RoutingFeatures::default(), &[], CapacityRule::Needed, Detail::None).0.ok()
     })
@@ -240,7 +250,7 @@ fn dropped_pools_receive_no_load_changes() {
         .0
         .expect("a place");
     let second = pool(&fleet, "least_load", 3, false, "{}");
-    assert_eq!(second.least_in_flight(), 0);
+    assert_eq!(second.least_in_flight(None), 0);
     let others = second
         .reserve(&RoutingFeatures::default(), &[], CapacityRule::Needed, Detail::None)
         .0
@@ -251,5 +261,33 @@ fn dropped_pools_receive_no_load_changes() {
     drop((reserved, others));
     assert_eq!(engine.load(None), 0);
     let third = pool(&fleet, "least_load", 3, false, "{}");
-    assert_eq!((second.least_in_flight(), third.least_in_flight()), (0, 0));
+    assert_eq!((second.least_in_flight(None), third.least_in_flight(None)), (0, 0));
+}
+
+#[test]
+fn engines_without_a_partner_are_those_of_a_revision_that_the_other_pool_lacks() {
+    let fleet = Fleet::new(Arc::new(Metrics::new()));
+    let pool = |engines: &[(&str, &str)]| {
+        let engine =
+            |(name, labels): &(&str, &str)| format!("  - {{url: 'http://{name}:1', labels: {labels}}}\n");
+        let engines: String = engines.iter().map(engine).collect();
+        of_yaml(&fleet, &format!("policy: random\nengines:\n{engines}"))
+    };
+    let (old, new, none) = ("{revision: old}", "{revision: new}", "{}");
+    let decode = pool(&[("d1", old), ("d2", new), ("d3", none)]);
+    let without = |prefill: &Pool| -> Vec<String> {
+        decode.without_partner(prefill).iter().map(|engine| engine.authority().to_owned()).collect()
+    };
+    assert_eq!(without(&pool(&[("p1", old), ("p2", new), ("p3", none)])), Vec::<String>::new());
+    let prefill = pool(&[("p1", old), ("p2", new)]);
+    assert_eq!(without(&prefill), ["d3:1"]);
+    prefill.members[1].engine.update_health(|health, _, _| health.order(OperatorOrder::Drain));
+    assert_eq!(without(&prefill), ["d2:1", "d3:1"], "a draining engine prefills for no new request");
+    assert_eq!(without(&pool(&[("p9", "{revision: other}")])), Vec::<String>::new(), "no choice is better");
+    assert_eq!(without(&pool(&[])), Vec::<String>::new());
+    let required = decode.members[0].compatibility();
+    let features = RoutingFeatures { compatibility: required, ..RoutingFeatures::default() };
+    let trial = prefill.dry_run(&features, &[]);
+    assert_eq!(trial.chosen.map(|member| member.engine.authority().to_owned()).as_deref(), Some("p1:1"));
+    assert!(trial.decision.json().to_string().contains("incompatible"), "{}", trial.decision.json());
 }

@@ -75,38 +75,52 @@ impl TestRouter {
 
     /// The sum of the samples of `/metrics` with this name and at least these labels: `name{a="b"}`.
     pub(crate) async fn metric(&self, series: &str) -> f64 {
-        let text = get(self.admin, "/metrics").await.text();
-        let (name, labels) = series.split_once('{').unwrap_or((series, ""));
-        let labels: Vec<_> =
-            labels.trim_end_matches('}').split(',').filter(|label| !label.is_empty()).collect();
-        let sample = |line: &str| -> Option<f64> {
-            let (found, value) = line.rsplit_once(' ')?;
-            let (found, its) = found.split_once('{').unwrap_or((found, ""));
-            let its: Vec<_> = its.trim_end_matches('}').split(',').collect();
-            let fits = found == name && labels.iter().all(|label| its.contains(label));
-            fits.then(|| value.parse().ok()).flatten()
-        };
-        text.lines().filter_map(sample).sum()
+        metric(self.admin, series).await
     }
 
     /// Waits until a sample has a value.
     pub(crate) async fn counts(&self, series: &str, value: f64) {
-        let begun = std::time::Instant::now();
-        loop {
-            let found = self.metric(series).await;
-            if found == value {
-                return;
-            }
-            assert!(begun.elapsed().as_secs() < 10, "{series} is {found}, not {value}");
-            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
-        }
+        counts(self.admin, series, value).await;
     }
 
     /// Waits until nothing is in flight and nothing is being settled.
     pub(crate) async fn settled(&self) {
-        self.counts("baton_router_requests_in_flight", 0.0).await;
-        self.counts("baton_router_settlements_in_flight", 0.0).await;
+        settled(self.admin).await;
     }
+}
+
+/// As [`TestRouter::metric`], for any admin listener.
+async fn metric(admin: SocketAddr, series: &str) -> f64 {
+    let text = get(admin, "/metrics").await.text();
+    let (name, labels) = series.split_once('{').unwrap_or((series, ""));
+    let labels: Vec<_> = labels.trim_end_matches('}').split(',').filter(|label| !label.is_empty()).collect();
+    let sample = |line: &str| -> Option<f64> {
+        let (found, value) = line.rsplit_once(' ')?;
+        let (found, its) = found.split_once('{').unwrap_or((found, ""));
+        let its: Vec<_> = its.trim_end_matches('}').split(',').collect();
+        let fits = found == name && labels.iter().all(|label| its.contains(label));
+        fits.then(|| value.parse().ok()).flatten()
+    };
+    text.lines().filter_map(sample).sum()
+}
+
+/// As [`TestRouter::counts`], for any admin listener.
+pub(crate) async fn counts(admin: SocketAddr, series: &str, value: f64) {
+    let begun = std::time::Instant::now();
+    loop {
+        let found = metric(admin, series).await;
+        if found == value {
+            return;
+        }
+        assert!(begun.elapsed().as_secs() < 10, "{series} is {found}, not {value}");
+        tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+    }
+}
+
+/// As [`TestRouter::settled`], for any admin listener.
+pub(crate) async fn settled(admin: SocketAddr) {
+    counts(admin, "baton_router_requests_in_flight", 0.0).await;
+    counts(admin, "baton_router_settlements_in_flight", 0.0).await;
 }
 
 impl Drop for TestRouter {

@@ -1,5 +1,7 @@
 //! Limits shared through a server that answers, is slow, fails, or sends what it should not.
 
+use std::net::SocketAddr;
+
 use baton_router::{NewKey, RouterConfig};
 use serde_json::{Value, json};
 
@@ -22,6 +24,11 @@ struct SharedRouter {
 
 /// `terms` are further keys of `shared_limits`.
 async fn with_store(store: TestStore, d: FakeEngine, terms: &str) -> SharedRouter {
+    with_store_at(store.address, store, d, terms).await
+}
+
+/// As [`with_store`], with a server at another address.
+async fn with_store_at(address: SocketAddr, store: TestStore, d: FakeEngine, terms: &str) -> SharedRouter {
     let (limited, free) = (NewKey::make(), NewKey::make());
     let yaml = format!(
         "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nhealth: {{active: {{interval_ms: 0}}}}\nmodels:\n  - \
@@ -31,7 +38,7 @@ async fn with_store(store: TestStore, d: FakeEngine, terms: &str) -> SharedRoute
         d.url(),
         limited.hash,
         free.hash,
-        store.address,
+        address,
     );
     let system = TestRouter::of(&yaml).await;
     SharedRouter { store, d, system, limited, free, yaml }
@@ -87,7 +94,8 @@ async fn a_request_takes_key_and_tenant_in_one_question_and_ends_its_lease() {
     );
     assert_eq!(answer.header("x-ratelimit-reset-tokens"), Some("30s"));
     router.corrected("sent", 1.0).await;
-    let [requests, tokens] = &router.store.commands("EVALSHA")[..] else { panic!("two questions") };
+    let questions = router.store.commands("EVALSHA");
+    let [requests, tokens] = &questions[..] else { panic!("two questions: {questions:?}") };
     let names = &requests[3..7];
     let tag = &names[0][..names[0].find('}').unwrap() + 1];
     assert!(tag.starts_with("p:{") && names.iter().all(|name| name.starts_with(tag)), "{names:?}");
@@ -261,4 +269,69 @@ async fn a_reload_keeps_the_connection_unless_its_terms_change() {
         assert_eq!(router.post().await.status, 200);
     }
     router.counts("taken", 4.0).await;
+}
+
+/// A real server. `BATON_VALKEY` names its program: valkey-server, or redis-server.
+struct RealStore {
+    process: std::process::Child,
+    address: SocketAddr,
+}
+
+impl RealStore {
+    async fn start(address: SocketAddr) -> Self {
+        let program = std::env::var("BATON_VALKEY").expect("BATON_VALKEY names a server");
+        let mut command = std::process::Command::new(program);
+        command.args(["--bind", "127.0.0.1", "--save", "", "--port", &address.port().to_string()]);
+        let process = command.stdout(std::process::Stdio::null()).spawn().unwrap();
+        let begun = std::time::Instant::now();
+        while tokio::net::TcpStream::connect(address).await.is_err() {
+            assert!(begun.elapsed().as_secs() < 10, "the server does not listen");
+            tokio::task::yield_now().await;
+        }
+        Self { process, address }
+    }
+}
+
+impl Drop for RealStore {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+#[tokio::test]
+#[ignore = "needs a server: BATON_VALKEY=/usr/bin/valkey-server"]
+async fn two_routers_share_the_limits_of_a_real_server_that_dies_and_returns() {
+    let address = TestStore::start(StoreAnswer::Silence).await.stop().await;
+    let real = RealStore::start(address).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let store = TestStore::start(StoreAnswer::Silence).await;
+    let one = with_store_at(real.address, store, d, "").await;
+    let next = RouterConfig::from_yaml(&one.yaml, "t").unwrap();
+    let two = TestRouter::running(next).await;
+    let up = "baton_router_shared_limits_up";
+    one.is_up(1.0).await;
+    two.counts(up, 1.0).await;
+    let ask = async |address| {
+        let mut client = Client::connect(address).await;
+        let headers = format!("Authorization: Bearer {}\r\n", one.limited.key);
+        client.post_bytes("/v1/completions", &headers, completion(false).to_string().as_bytes()).await;
+        client.answer().await
+    };
+    // Two requests per minute, of both routers together.
+    let statuses = [ask(one.system.address).await, ask(two.address).await, ask(one.system.address).await];
+    assert_eq!(statuses.each_ref().map(|answer| answer.status), [200, 200, 429], "{}", statuses[2].text());
+    let wait: u64 = statuses[2].header("retry-after").unwrap().parse().unwrap();
+    assert!((28..=30).contains(&wait), "{wait}");
+    assert_eq!(ask(two.address).await.status, 429);
+    drop(real);
+    one.is_up(0.0).await;
+    two.counts(up, 0.0).await;
+    // The first router has counted a request of its own.
+    assert_eq!([ask(one.system.address).await.status, ask(one.system.address).await.status], [200, 429]);
+    let _real = RealStore::start(address).await;
+    one.is_up(1.0).await;
+    two.counts(up, 1.0).await;
+    let statuses = [ask(two.address).await, ask(one.system.address).await, ask(two.address).await];
+    assert_eq!(statuses.map(|answer| answer.status), [200, 200, 429]);
 }

@@ -3,6 +3,7 @@
 pub(crate) mod access_log;
 pub(crate) mod accounting;
 pub(crate) mod admin;
+pub(crate) mod compatibility;
 pub(crate) mod config;
 pub(crate) mod configuration_page;
 pub(crate) mod control_url;

@@ -10,7 +10,7 @@ use crate::harness::tokens::{StreamContent, read};
 
 const HANDLE: u128 = 0xabc;
 
-fn streamed(extra: Value) -> Value {
+pub(crate) fn streamed(extra: Value) -> Value {
     let mut body = json!({"model": "m", "prompt": "once upon a time", "max_tokens": 12, "temperature": 0,
         "stream": true, "stream_options": {"include_usage": true}});
     body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
@@ -47,11 +47,11 @@ fn dying(name: &'static str, after: usize) -> impl Fn(&ReceivedRequest) -> Optio
     }
 }
 
-async fn engine(name: &'static str, after: usize) -> FakeEngine {
+pub(crate) async fn engine(name: &'static str, after: usize) -> FakeEngine {
     FakeEngine::always(Action::Hang).await.with_rule(dying(name, after))
 }
 
-const NEVER: usize = usize::MAX;
+pub(crate) const NEVER: usize = usize::MAX;
 
 /// The response of an engine that does not die.
 async fn uninterrupted(path: &str, body: &Value) -> StreamContent {

@@ -1,0 +1,77 @@
+//! Requests of a routing sidecar: both legs for those that name a prefill engine, and the decode engine for all others.
+
+use std::sync::Arc;
+
+use hyper::Method;
+use serde_json::json;
+
+use super::context::RequestContext;
+use super::{BodyRule, ClientService, end_stream};
+use crate::client::session::Session;
+use crate::exchange::client_request::ClientRequest;
+use crate::legs::request_error::RequestError;
+use crate::message::path::Dialect;
+use crate::metrics::Leg;
+use crate::sidecar::pass::{PassedRequest, check_path};
+use crate::sidecar::{ROUTING_HEADERS, RoutingHeaders, SidecarListener, gateway_error};
+
+impl ClientService {
+    /// Serves one request of a sidecar.
+    pub(super) async fn serve_beside_engine(
+        &self,
+        listener: &SidecarListener,
+        session: &mut Session,
+        context: &mut RequestContext,
+    ) -> Result<(), RequestError> {
+        let head = session.req_header_mut();
+        let headers = RoutingHeaders::read(&head.headers);
+        for name in ROUTING_HEADERS {
+            head.remove_header(name);
+        }
+        let (method, path) = (head.method.clone(), head.uri.path().to_owned());
+        if matches!(method, Method::GET | Method::HEAD) && path == "/health" {
+            return self.send_json(session, context, json!({"status": "ok"})).await;
+        }
+        let rank = listener.rank(&headers)?;
+        let Some(dialect) = Dialect::at(&path).filter(|_| method == Method::POST) else {
+            return self.pass(listener, rank, &path, session, context).await;
+        };
+        let prefiller = listener.prefiller(&headers, &self.0, &context.generation)?;
+        let body = self.body(session, context, BodyRule::Json).await?;
+        let find =
+            |name: Option<&str>| Ok(listener.model(&context.generation, rank, name, prefiller.as_deref()));
+        let headers = &session.req_header().headers;
+        let request = ClientRequest::read_for(dialect, body, headers, &context.generation, None, &find)?;
+        match self.ask(session, context, request).await {
+            Err(RequestError::Refused(refusal)) => {
+                let attempts = context.driver.as_ref().map_or([0, 0], |driver| driver.progress.attempts);
+                let refusal = gateway_error(refusal, attempts[Leg::Decode as usize] > 0);
+                match session.has_begun() {
+                    true => end_stream(session, context, &refusal).await,
+                    false => Err(RequestError::Refused(refusal)),
+                }
+            }
+            ended => ended,
+        }
+    }
+
+    /// Passes a request to the decode engine as it is.
+    async fn pass(
+        &self,
+        listener: &SidecarListener,
+        rank: u16,
+        path: &str,
+        session: &mut Session,
+        context: &mut RequestContext,
+    ) -> Result<(), RequestError> {
+        check_path(path)?;
+        let body = self.body(session, context, BodyRule::Any).await?;
+        let generation = Arc::clone(&context.generation);
+        let request = PassedRequest::new(session, body, &generation)?;
+        let model = listener.model(&generation, rank, None, None);
+        let status = request.relay(session, &model, &generation).await?;
+        // The engine's own errors are no failures of the sidecar.
+        context.accounting.status = if status < 400 { status } else { 200 };
+        Ok(())
+    }
+}

@@ -1,0 +1,103 @@
+//! The prefill engines that requests may name. Pure.
+
+use std::collections::HashSet;
+use std::convert::Infallible;
+use std::net::IpAddr;
+use std::str::FromStr;
+
+use super::options::SidecarOptions;
+use crate::config::Cidr;
+
+/// The addresses of the Pods of an InferencePool.
+pub(crate) type PodAddresses = HashSet<IpAddr>;
+
+/// Hosts that may be prefill engines.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum AllowedPrefiller {
+    /// The addresses of a network.
+    Network(Cidr),
+    /// One host name, in lower case.
+    Name(String),
+}
+
+impl FromStr for AllowedPrefiller {
+    type Err = Infallible;
+
+    fn from_str(text: &str) -> Result<Self, Infallible> {
+        Ok(text.parse().map_or_else(|_| Self::Name(text.to_ascii_lowercase()), Self::Network))
+    }
+}
+
+impl AllowedPrefiller {
+    /// A name matches as it is written: it is not resolved, because its address may change after the check.
+    fn contains(&self, host: &str) -> bool {
+        match self {
+            Self::Network(network) => host.parse().is_ok_and(|address| network.contains(address)),
+            Self::Name(name) => name == host,
+        }
+    }
+}
+
+impl SidecarOptions {
+    /// Whether a host may be a prefill engine. Without any list, every host may. With an InferencePool that is not known
+    /// yet, only listed hosts may.
+    pub(super) fn allows(&self, host: &str, pods: Option<&PodAddresses>) -> bool {
+        if self.allowed.is_empty() && self.inference_pool.is_none() {
+            return true;
+        }
+        let in_pool = || {
+            pods.is_some_and(|pods| {
+                host.parse().is_ok_and(|address: IpAddr| pods.contains(&address.to_canonical()))
+            })
+        };
+        self.allowed.iter().any(|allowed| allowed.contains(host)) || in_pool()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::options::SidecarSettings;
+    use super::*;
+
+    fn options(allowed: &[&str], pool: bool) -> SidecarOptions {
+        let settings = SidecarSettings {
+            allow_prefiller: Some(allowed.iter().map(|&text| text.to_owned()).collect()),
+            enable_ssrf_protection: Some(pool),
+            inference_pool: pool.then(|| "ns/pool".to_owned()),
+            ..SidecarSettings::default()
+        };
+        SidecarOptions::new(settings).expect("valid")
+    }
+
+    #[test]
+    fn without_a_list_every_host_is_allowed() {
+        assert!(options(&[], false).allows("anywhere", None));
+    }
+
+    #[test]
+    fn listed_networks_and_names_are_allowed_and_nothing_else() {
+        let listed = options(&["10.1.0.0/16", "fd00::/8", "Prefill.svc"], false);
+        for (host, allowed) in [
+            ("10.1.2.3", true),
+            ("fd00::1", true),
+            ("prefill.svc", true),
+            ("::ffff:10.1.2.3", true),
+            ("10.2.0.1", false),
+            ("127.0.0.1", false),
+            ("prefill.svc.evil", false),
+            // Resolvers read these as addresses.
+            ("0x0a010203", false),
+            ("10.1.515", false),
+        ] {
+            assert_eq!(listed.allows(host, None), allowed, "{host}");
+        }
+    }
+
+    #[test]
+    fn the_pods_of_the_pool_are_allowed_once_they_are_known() {
+        let pods = PodAddresses::from([IpAddr::from([10, 0, 0, 7])]);
+        let of_pool = options(&["extra"], true);
+        assert!(!of_pool.allows("10.0.0.7", None) && of_pool.allows("extra", None));
+        assert!(of_pool.allows("10.0.0.7", Some(&pods)) && !of_pool.allows("10.0.0.8", Some(&pods)));
+    }
+}
