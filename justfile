@@ -55,7 +55,7 @@ prometheus:
 
 # the board against Grafana's own types, from npm; skips loudly without
 grafana:
-    tests/peers/grafana.sh
+    tests/peers/grafana/run.sh
 
 # /top and the committed report in headless Chromium; skips loudly without
 browser *OPTIONS:

@@ -134,7 +134,7 @@ fn check_warns_of_keys_without_effect_and_succeeds() {
     assert_eq!(warnings("plain.yaml", &text), "");
     assert_eq!(warnings("auth.yaml", &format!("{text}auth: {{}}\n")), "");
     assert_eq!(warnings("ranks.yaml", &text.replace(":2'", ":2', data_parallel_size: 4")), "");
-    let tokenized = |text: &str| text.replace("decode: {", "tokenize: {from: engine}, decode: {");
+    let tokenized = |text: &str| text.replace("decode: {", "tokenize: {from: engine}\n    decode: {");
     assert_eq!(warnings("tokenized.yaml", &tokenized(&text)), "");
     let unused = warnings("unused.yaml", &tokenized(GOOD));
     assert!(unused.contains("warning: models[0].tokenize: no engine has `kv_events`"), "{unused}");

@@ -27,8 +27,7 @@
 //! | `observe` | access log, traces, requests in flight and finished, the deployment [`snapshot`] |
 //! | `state` | generations of the configuration, what they share, reload results, readiness |
 //! | `exchange` | one request: read, choose, prefill, decode, stream, resume |
-//! | `sidecar` | the routing sidecar: engines from a request's headers, requests passed on unchanged |
-//! | `service` | paths, request context, responses |
+//! | `service` | paths, request context, responses; the routing sidecar |
 //! | `picker` | the endpoint picker: ext_proc streams of gateways, choices without legs |
 //! | `admin` | the admin listener, one file per path |
 //! | `process` | server, socket takeover, reload, discovery sources, health probes |
@@ -53,7 +52,6 @@ mod picker;
 mod process;
 mod routing;
 mod service;
-mod sidecar;
 mod simulate;
 mod state;
 mod tls;
@@ -70,7 +68,9 @@ pub use process::reload::{ConfigFile, ReloadHandle};
 pub use process::server::{BindError, Router};
 pub use process::sidecar_server::SidecarServer;
 pub use process::socket_takeover::InheritedListeners;
-pub use sidecar::options::{AllowedPrefiller, SidecarError, SidecarOptions, SidecarSettings, UNSUPPORTED};
+pub use service::sidecar::options::{
+    AllowedPrefiller, SidecarError, SidecarOptions, SidecarSettings, UNSUPPORTED,
+};
 #[doc(hidden)]
 pub use simulate::{fuzzing, sim_router};
 pub use state::generation::GenerationError;

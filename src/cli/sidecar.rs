@@ -11,7 +11,7 @@ use clap::{Arg, ArgMatches, Args, Command, Error, FromArgMatches};
 #[derive(Debug, Args)]
 pub(crate) struct SidecarArgs {
     /// Port of rank 0; rank r listens at the port + r [default: 8000]
-    #[arg(long, value_name = "PORT")]
+    #[arg(long, value_name = "N")]
     port: Option<u16>,
     /// Address to listen at [default: 0.0.0.0]
     #[arg(long, value_name = "IP")]

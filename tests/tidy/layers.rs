@@ -55,7 +55,6 @@ const LAYERS: &[(&str, &[&str])] = &[
             "observe",
             "state",
             "exchange",
-            "sidecar",
             "service",
             "picker",
             "admin",

@@ -17,6 +17,8 @@ const LENGTHS: &[(&str, usize)] = &[
     ("ARCHITECTURE.md", 250),
     ("bench/results/README.md", 60),
     ("deploy/", 300),
+    // One line per key of the configuration.
+    ("docs/reference/configuration.md", 400),
     ("docs/", 300),
 ];
 /// Pages whose text or tables are generated.

@@ -58,7 +58,7 @@ impl ProtocolRun {
             // Writing to a string cannot fail.
             let _ = write!(text, " ({})", phases.join(", "));
         }
-        let _ = write!(text, ", {wrong_texts} of {compared_texts} texts wrong. {}", remains(self.protocol));
+        let _ = write!(text, ", {wrong_texts} of {compared_texts} texts wrong. {}", commands(self.protocol));
         if !self.findings.is_empty() {
             let _ = write!(text, " Findings: {}.", self.findings.join(", "));
         }
@@ -66,20 +66,20 @@ impl ProtocolRun {
     }
 }
 
-/// What a router cannot free with the commands of a protocol.
-fn remains(protocol: StartedEngines) -> &'static str {
+/// The commands of a protocol, and what a router cannot free without them.
+fn commands(protocol: StartedEngines) -> &'static str {
     match protocol {
         StartedEngines::Vllm => {
-            "No commands: the end of a connection is the only abort. P drops the reply of a closed connection, which is \
-             the only copy of the handoff. P's blocks stay until the lease ends."
+            "Without commands: the end of a connection is the only abort. P drops the reply of a closed connection, the \
+             only copy of the handoff, and keeps the blocks until the lease ends."
         }
         StartedEngines::VllmPush => {
-            "No commands: only the end of P's write frees D's blocks, so a prefill whose D has the request runs to its \
-             end. If D ends before it has reserved blocks, P's stay until the lease ends."
+            "Without commands: only the end of P's write frees D's blocks, so a prefill whose D has the request runs to \
+             its end. If D ends before it has reserved blocks, P keeps its own until the lease ends."
         }
-        StartedEngines::Sglang => "Abort by `rid`, at both engines. Nothing remains.",
+        StartedEngines::Sglang => "Commands: abort by `rid`, at both engines.",
         StartedEngines::SimBaton | StartedEngines::Baton | StartedEngines::Simulated => {
-            "Abort and release, by handle or request id. Nothing remains."
+            "Commands: abort and release, by handle or request id."
         }
     }
 }

@@ -365,7 +365,7 @@ mod tests {
             concurrency: 6,
             conversations: 24,
             turns: 6,
-            system_words: 60,
+            system_words: 240,
             turn_words: 60,
             blocks: 4_000,
             prefill_rate: 0,

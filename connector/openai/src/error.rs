@@ -48,7 +48,25 @@ pub struct ApiError {
     /// The methods of the path, if the request has another one.
     pub allowed: Option<&'static str>,
     /// How to authenticate: `WWW-Authenticate` of a 401 (RFC 6750).
-    pub challenge: Option<&'static str>,
+    pub challenge: Option<Challenge>,
+}
+
+/// How a client authenticates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Challenge {
+    /// With a key or a token.
+    Bearer,
+    /// With another token: this one is not valid.
+    InvalidToken,
+}
+
+impl Challenge {
+    fn header(self) -> &'static str {
+        match self {
+            Self::Bearer => "Bearer",
+            Self::InvalidToken => "Bearer error=\"invalid_token\"",
+        }
+    }
 }
 
 impl ApiError {
@@ -86,11 +104,11 @@ impl ApiError {
         Self::of(Code::MalformedBody, message)
     }
 
-    /// 400: prompt and `max_tokens` do not fit the model's context.
+    /// 400: prompt and `max_tokens` do not fit the model's context. Clients recognize vLLM's words (LiteLLM, LangChain).
     #[must_use]
     pub fn context_length(prompt_tokens: usize, max_tokens: usize, context_tokens: usize) -> Self {
         let message = format!(
-            "the model's context is {context_tokens} tokens, but the prompt has {prompt_tokens}{ASKS}{max_tokens}"
+            "This model's maximum context length is {context_tokens} tokens, but the prompt has {prompt_tokens}{ASKS}{max_tokens}"
         );
         Self::invalid("prompt", message).with_code(Code::ContextLengthExceeded)
     }
@@ -99,7 +117,8 @@ impl ApiError {
     #[must_use]
     pub fn prompt_too_long(prompt_tokens: usize, context_tokens: usize) -> Self {
         let message = format!(
-            "the model's context is {context_tokens} tokens, but the prompt has {prompt_tokens} and an answer at least 1"
+            "This model's maximum context length is {context_tokens} tokens, and the prompt is too long: it has \
+             {prompt_tokens}, and a response at least 1"
         );
         Self::invalid("prompt", message).with_code(Code::ContextLengthExceeded)
     }
@@ -115,7 +134,10 @@ impl ApiError {
     /// 401: no key, or an unknown one.
     #[must_use]
     pub fn unauthorized() -> Self {
-        Self { challenge: Some("Bearer"), ..Self::of(Code::InvalidApiKey, "missing or unknown API key") }
+        Self {
+            challenge: Some(Challenge::Bearer),
+            ..Self::of(Code::InvalidApiKey, "missing or unknown API key")
+        }
     }
 
     /// 404: the model does not exist here.
@@ -253,7 +275,7 @@ impl ApiError {
             headers.push(("retry-after-ms", millis.to_string()));
         }
         headers.extend(self.allowed.map(|allowed| ("allow", allowed.to_owned())));
-        headers.extend(self.challenge.map(|challenge| ("www-authenticate", challenge.to_owned())));
+        headers.extend(self.challenge.map(|challenge| ("www-authenticate", challenge.header().to_owned())));
         if let Some(retry) = self.should_retry {
             headers.push(("x-should-retry", retry.to_string()));
         }
@@ -309,7 +331,7 @@ mod tests {
         let ApiError { message, .. } = ApiError::context_length(9, 1, 8);
         assert!(message.ends_with("max_tokens asks for 1"), "{message}");
         let start = ApiError::without_max_tokens(&message);
-        assert_eq!(start, Some("the model's context is 8 tokens, but the prompt has 9"));
+        assert_eq!(start, Some("This model's maximum context length is 8 tokens, but the prompt has 9"));
         assert_eq!(ApiError::without_max_tokens("anything else"), None);
     }
 

@@ -36,7 +36,7 @@ pub mod sse;
 
 pub use body::parse_object;
 pub use code::{Code, ErrorKind};
-pub use error::ApiError;
+pub use error::{ApiError, Challenge};
 pub use limits::{ParseLimits, Scope};
 pub use media::MediaCounts;
 pub use request::{

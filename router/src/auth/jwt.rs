@@ -23,7 +23,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use baton_openai::{ApiError, Code};
+use baton_openai::{ApiError, Challenge, Code};
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
@@ -226,6 +226,6 @@ fn refusal(error: TokenError) -> ApiError {
         TokenError::Claims => "a claim is missing or invalid",
     };
     let mut refused = ApiError::of(Code::InvalidApiKey, format!("the token is not valid: {why}"));
-    refused.challenge = Some("Bearer error=\"invalid_token\"");
+    refused.challenge = Some(Challenge::InvalidToken);
     refused
 }

@@ -37,13 +37,16 @@ pub(super) struct KeyTable {
     meters: Vec<(String, RateLimitsConfig, Arc<Meter>)>,
 }
 
+/// A tenant that only tokens name, with its limits.
+type NamedTenant = (RateLimitsConfig, Arc<Tenant>);
+
 /// State of keys and tenants that outlives a version of the configuration: their use of limits.
 pub(crate) struct TenantRegistry {
     meters: Mutex<HashMap<String, (RateLimitsConfig, Arc<Meter>)>>,
     /// Numbers of all tenants in tables, whether a table is in effect or about to be.
     ids: Mutex<HashMap<Arc<str>, TenantId>>,
     /// Tenants that only tokens name, with their limits.
-    named_by_tokens: Mutex<HashMap<Arc<str>, (RateLimitsConfig, Arc<Tenant>)>>,
+    named_by_tokens: Mutex<HashMap<Arc<str>, NamedTenant>>,
     services: Services,
     /// Number of the next tenant. None is used twice.
     next_id: AtomicU32,

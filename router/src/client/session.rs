@@ -36,7 +36,7 @@ const SIZE_LINE_BYTES: usize = 18;
 
 /// One request of a client.
 pub(crate) struct Session {
-    transport: Transport,
+    transport: ClientTransport,
     framing: ResponseFraming,
     /// Maximum time in which the client reads nothing.
     stall: Duration,
@@ -48,7 +48,7 @@ pub(crate) struct Session {
 }
 
 /// The request's share of its connection.
-enum Transport {
+enum ClientTransport {
     Http1(Http1Exchange),
     Http2(Box<Http2Exchange>),
 }
@@ -90,15 +90,15 @@ impl Session {
         http.set_pipelined_prefix(head);
         http.read_request().await.ok().flatten()?;
         let exchange = Http1Exchange { connection: connection.clone(), http: Some(http), keep_alive: false };
-        Some(Self::over(Transport::Http1(exchange), stall))
+        Some(Self::over(ClientTransport::Http1(exchange), stall))
     }
 
     /// A request over HTTP/2.
     pub(crate) fn over_http2(exchange: Box<Http2Exchange>, stall: Duration) -> Self {
-        Self::over(Transport::Http2(exchange), stall)
+        Self::over(ClientTransport::Http2(exchange), stall)
     }
 
-    fn over(transport: Transport, stall: Duration) -> Self {
+    fn over(transport: ClientTransport, stall: Duration) -> Self {
         let framing = ResponseFraming::Plain;
         Self { transport, framing, stall, body_bytes: 0, is_complete: false, comments: None }
     }
@@ -106,32 +106,32 @@ impl Session {
     /// The head of the request, until the response has begun.
     pub(crate) fn req_header(&self) -> &RequestHeader {
         let head = match &self.transport {
-            Transport::Http1(http1) => http1.http.as_ref().map(|http| http.req_header()),
-            Transport::Http2(http2) => http2.head(),
+            ClientTransport::Http1(http1) => http1.http.as_ref().map(|http| http.req_header()),
+            ClientTransport::Http2(http2) => http2.head(),
         };
         head.expect("no answer has begun")
     }
 
     pub(crate) fn req_header_mut(&mut self) -> &mut RequestHeader {
         let head = match &mut self.transport {
-            Transport::Http1(http1) => http1.http.as_mut().map(|http| http.req_header_mut()),
-            Transport::Http2(http2) => http2.head_mut(),
+            ClientTransport::Http1(http1) => http1.http.as_mut().map(|http| http.req_header_mut()),
+            ClientTransport::Http2(http2) => http2.head_mut(),
         };
         head.expect("no answer has begun")
     }
 
     pub(crate) fn client_addr(&self) -> SocketAddr {
         match &self.transport {
-            Transport::Http1(http1) => http1.connection.peer(),
-            Transport::Http2(http2) => http2.peer(),
+            ClientTransport::Http1(http1) => http1.connection.peer(),
+            ClientTransport::Http2(http2) => http2.peer(),
         }
     }
 
     /// The names in the client's certificate; `None` without TLS.
     pub(crate) fn certificate_names(&self) -> Option<Arc<[String]>> {
         match &self.transport {
-            Transport::Http1(http1) => http1.connection.certificate_names(),
-            Transport::Http2(http2) => http2.certificate_names(),
+            ClientTransport::Http1(http1) => http1.connection.certificate_names(),
+            ClientTransport::Http2(http2) => http2.certificate_names(),
         }
     }
 
@@ -143,33 +143,33 @@ impl Session {
     /// Bytes of the request's body that were read.
     pub(crate) fn request_bytes(&self) -> u64 {
         match &self.transport {
-            Transport::Http1(http1) => http1.connection.body_bytes(),
-            Transport::Http2(http2) => http2.body_bytes(),
+            ClientTransport::Http1(http1) => http1.connection.body_bytes(),
+            ClientTransport::Http2(http2) => http2.body_bytes(),
         }
     }
 
     /// Closes the connection after this response. Over HTTP/2, requests in flight finish before.
     pub(crate) fn close_after(&mut self) {
         match &mut self.transport {
-            Transport::Http1(Http1Exchange { http: Some(http), .. }) => http.set_server_keepalive(None),
-            Transport::Http1(_) => {}
-            Transport::Http2(http2) => http2.close_after(),
+            ClientTransport::Http1(Http1Exchange { http: Some(http), .. }) => http.set_server_keepalive(None),
+            ClientTransport::Http1(_) => {}
+            ClientTransport::Http2(http2) => http2.close_after(),
         }
     }
 
     /// Whether the connection can be reused for a next request of HTTP/1: the whole response was sent.
     pub(crate) fn is_reusable(&self) -> bool {
         match &self.transport {
-            Transport::Http1(http1) => http1.keep_alive && self.is_complete,
-            Transport::Http2(_) => false,
+            ClientTransport::Http1(http1) => http1.keep_alive && self.is_complete,
+            ClientTransport::Http2(_) => false,
         }
     }
 
     /// The length of the request's body, if the client declared it.
     pub(crate) fn declared(&self) -> Option<u64> {
         match &self.transport {
-            Transport::Http1(http1) => http1.connection.declared(),
-            Transport::Http2(http2) => http2.declared(),
+            ClientTransport::Http1(http1) => http1.connection.declared(),
+            ClientTransport::Http2(http2) => http2.declared(),
         }
     }
 
@@ -183,22 +183,22 @@ impl Session {
         budget: &mut BudgetShare<'_>,
     ) -> Result<Bytes, BodyError> {
         match &mut self.transport {
-            Transport::Http1(http1) => http1.connection.body(limit_bytes, budget).await,
-            Transport::Http2(http2) => http2.body(limit_bytes, budget).await,
+            ClientTransport::Http1(http1) => http1.connection.body(limit_bytes, budget).await,
+            ClientTransport::Http2(http2) => http2.body(limit_bytes, budget).await,
         }
     }
 
     /// Sends `100 Continue` if the client waits for it.
     pub(crate) async fn send_continue(&mut self) -> Result<(), ClientGone> {
         match &mut self.transport {
-            Transport::Http1(http1) if http1.connection.expects_continue() => {
+            ClientTransport::Http1(http1) if http1.connection.expects_continue() => {
                 if let Some(http) = &mut http1.http {
                     http.write_continue_response().await.map_err(|_| ClientGone)?;
                 }
                 self.send_pieces(&mut [], &mut 0, BodyPiece::Inner).await.map(drop)
             }
-            Transport::Http1(_) => Ok(()),
-            Transport::Http2(http2) => http2.send_continue().map_err(|_| ClientGone),
+            ClientTransport::Http1(_) => Ok(()),
+            ClientTransport::Http2(http2) => http2.send_continue().map_err(|_| ClientGone),
         }
     }
 
@@ -217,8 +217,8 @@ impl Session {
     /// Whether the response has begun.
     pub(crate) fn has_begun(&self) -> bool {
         match &self.transport {
-            Transport::Http1(http1) => http1.http.is_none(),
-            Transport::Http2(http2) => http2.head().is_none(),
+            ClientTransport::Http1(http1) => http1.http.is_none(),
+            ClientTransport::Http2(http2) => http2.head().is_none(),
         }
     }
 
@@ -232,8 +232,8 @@ impl Session {
             return self.comments.as_ref().map(drop).ok_or(ClientGone);
         }
         self.framing = match &mut self.transport {
-            Transport::Http1(http1) => http1.write_head(head, length).await?,
-            Transport::Http2(http2) => {
+            ClientTransport::Http1(http1) => http1.write_head(head, length).await?,
+            ClientTransport::Http2(http2) => {
                 let length = match length {
                     ResponseLength::Known(bytes) => Some(bytes),
                     ResponseLength::Unknown => None,
@@ -310,8 +310,8 @@ impl Session {
     /// Ready once the client has disconnected. Until then it sends the comments that are due.
     pub(crate) fn poll_gone(&mut self, context: &mut Context<'_>) -> Poll<()> {
         let gone = match &mut self.transport {
-            Transport::Http1(http1) => http1.connection.poll_gone(context),
-            Transport::Http2(http2) => http2.poll_gone(context),
+            ClientTransport::Http1(http1) => http1.connection.poll_gone(context),
+            ClientTransport::Http2(http2) => http2.poll_gone(context),
         };
         if gone.is_ready() {
             return Poll::Ready(());
@@ -356,7 +356,7 @@ impl Session {
     }
 }
 
-impl Transport {
+impl ClientTransport {
     /// Sends the unsent bytes and then `pieces`. Returns how many bytes of `pieces` were sent.
     fn poll_send(
         &mut self,

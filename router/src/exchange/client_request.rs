@@ -8,6 +8,7 @@ mod pass_through;
 mod tokenized;
 mod translated;
 
+use std::borrow::Cow;
 use std::hash::{Hash, Hasher};
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -63,8 +64,6 @@ pub(crate) struct ClientRequest {
     pub prompt_tokens: u64,
     /// vLLM's `priority`.
     pub priority: Option<i64>,
-    /// Set if the decode engine may keep the blocks of the response for the next turn.
-    pub turn_owner: Option<TurnOwner>,
     /// The features for routing.
     pub features: Features,
     /// Hash of the owner, if known.
@@ -73,11 +72,16 @@ pub(crate) struct ClientRequest {
     pub authorization: Option<HeaderValue>,
 }
 
+/// Finds the model of a request by its name.
+pub(crate) type FindModel<'a> = &'a dyn Fn(Option<&str>) -> Result<Arc<Model>, ApiError>;
+
 /// Which legs a request can have. One handoff is one sequence of blocks.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct LegShape {
     pub prompts: usize,
     pub has_choices: bool,
+    /// The decode engine may keep the blocks of the response for the next turn.
+    pub keeps_turn: bool,
     /// Why a decode engine computes the whole request, if it must.
     pub decode_only: Option<DisaggregationReason>,
 }
@@ -132,7 +136,7 @@ impl ClientRequest {
         headers: &HeaderMap,
         generation: &Generation,
         owner: Option<&RequestOwner<'_>>,
-        find: &dyn Fn(Option<&str>) -> Result<Arc<Model>, ApiError>,
+        find: FindModel<'_>,
     ) -> Result<Self, ApiError> {
         let limits = &generation.parse_limits;
         let read = match dialect {
@@ -170,8 +174,6 @@ impl ClientRequest {
         let keeps_turn =
             model.handoff.keep_turns.is_some() && is_one && matches!(dialect, Dialect::OpenAi(_));
         owned.token_ids |= keeps_turn;
-        let turn_owner = keeps_turn
-            .then(|| TurnOwner { model: model.name.clone(), cache_salt: outline.request.cache_salt.clone() });
         let salt = outline.request.cache_salt.as_deref();
         let system = body.field("system").filter(|_| dialect == Dialect::Messages);
         let input = FeatureInput {
@@ -193,12 +195,16 @@ impl ClientRequest {
             model,
             body,
             owned,
-            shape: LegShape { prompts: outline.prompts, has_choices: outline.request.n > 1, decode_only },
+            shape: LegShape {
+                prompts: outline.prompts,
+                has_choices: outline.request.n > 1,
+                keeps_turn,
+                decode_only,
+            },
             translation: None,
             tokens,
             prompt_tokens,
             priority,
-            turn_owner,
             features,
             owner,
             authorization,
@@ -209,6 +215,13 @@ impl ClientRequest {
     /// neither one of several choices nor a response.
     pub(crate) fn can_be_pushed(&self) -> bool {
         !self.shape.has_choices && self.dialect != Dialect::Responses
+    }
+
+    /// Whose next turn may read the blocks of the response; `None` if the decode engine keeps none.
+    pub(crate) fn turn_owner(&self) -> Option<TurnOwner> {
+        let cache_salt =
+            || self.owned.cache_salt().or_else(|| self.body.string("cache_salt").map(Cow::into_owned));
+        self.shape.keeps_turn.then(|| TurnOwner { model: self.model.name.clone(), cache_salt: cache_salt() })
     }
 
     /// The prompt's token ids: the client's own, or those of an engine's tokenizer (`models[].tokenize`), set before any
@@ -293,11 +306,7 @@ impl ClientRequest {
 /// The error for a model that is not served, if that is the case. Of all errors of a JSON body this one takes
 /// precedence, because the valid fields depend on the model. vLLM's handlers check the model first, too
 /// (`_check_model`).
-fn unserved_model_error(
-    body: Bytes,
-    generation: &Generation,
-    find: &dyn Fn(Option<&str>) -> Result<Arc<Model>, ApiError>,
-) -> Option<ApiError> {
+fn unserved_model_error(body: Bytes, generation: &Generation, find: FindModel<'_>) -> Option<ApiError> {
     let body = RawBody::any(body, &generation.parse_limits, &ClientRules).ok()?;
     let name = body.string("model")?;
     find(Some(&name)).err()

@@ -29,6 +29,7 @@ use baton_connector::exchange::{
 };
 use hyper::header::HeaderValue;
 
+use crate::client::session::Session;
 use crate::engines::http::{Engine, EngineRequest};
 use crate::engines::protocol::{Protocol, ProtocolKind};
 use crate::exchange::client_request::ClientRequest;
@@ -122,6 +123,26 @@ impl ExchangeDriver {
             progress: RequestProgress::default(),
             explanation,
         }
+    }
+
+    /// All legs of a request, up to the head of a decode engine's successful response.
+    ///
+    /// # Errors
+    /// No engine serves the request, or the client has disconnected.
+    pub(crate) async fn run_legs(
+        &mut self,
+        session: &mut Session,
+        request: &ClientRequest,
+    ) -> Result<DecodeResponse, RequestError> {
+        if self.sends_pairs(session, request).await? {
+            if let Some(response) = self.decode_as_pair(session, request).await? {
+                return Ok(response);
+            }
+        } else if let Some(response) = self.decode_conditionally(session, request).await? {
+            return Ok(response);
+        }
+        let handoff = self.prefill(session, request).await?;
+        self.decode(session, request, handoff).await
     }
 
     /// The engine of the last attempt of a leg.

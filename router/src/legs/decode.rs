@@ -21,6 +21,7 @@ use crate::message::engine_abort::{ABORT_ERROR, ReplyStart, START_BYTES_MAX};
 use crate::message::payload::Payload;
 use crate::message::sse;
 use crate::metrics::log_span::request_span;
+use crate::routing::models::Model;
 
 /// Limit on the body of a refusal; a larger one is classified by its status.
 const REFUSAL_BYTES_MAX: usize = 64 * 1024;
@@ -40,10 +41,11 @@ pub(crate) enum DecodeResult {
 
 impl DecodeResult {
     /// The same for a request whose model only the client has named: an engine without it refuses the request.
-    pub(crate) fn with_clients_model(self, name: &str) -> Self {
+    pub(crate) fn with_clients_model(self, model: &Model) -> Self {
         match self {
+            result if !model.name_in_bodies.is_of_client() => result,
             Self::Failed(_, _, ErrorClass::WrongModel, _) => {
-                Self::Refused(Refusal(ApiError::model_not_found(name)))
+                Self::Refused(Refusal(ApiError::model_not_found(&model.name)))
             }
             other => other,
         }
@@ -93,22 +95,7 @@ pub(crate) async fn ask(
             return reply.read_whole_or_head(REFUSAL_BYTES_MAX).await.map(Err);
         }
         admitted();
-        let mut start = Bytes::new();
-        if reply.is_stream() {
-            start = first_frames(&mut reply).await?;
-            if let Some(embedded) = sse::first_error(&start) {
-                return Ok(Err(reply.error_reply(embedded.status, embedded.error)));
-            }
-        }
-        Ok(match reply_start(&mut reply, &outgoing.path, start).await {
-            ReplyStart::Usual | ReplyStart::Role => Ok(reply),
-            ReplyStart::Aborted => {
-                Err(reply.error_reply(StatusCode::SERVICE_UNAVAILABLE, ABORT_ERROR.into()))
-            }
-            ReplyStart::PrefixMissing => {
-                Err(reply.error_reply(StatusCode::PRECONDITION_FAILED, Bytes::new()))
-            }
-        })
+        check_start(reply, &outgoing.path).await
     };
     match wait_while_alive(engine, pause, first_byte, call).await {
         Ok(Ok(Ok(reply))) => DecodeResult::Accepted(Box::new(reply)),
@@ -144,6 +131,22 @@ pub(crate) async fn ask(
             DecodeResult::Failed(Failure::Unknown, Refusal::timed_out(), ErrorClass::Retryable, error.fault())
         }
     }
+}
+
+/// A successful reply, if its start shows that the engine serves the request. Else the engine's refusal.
+async fn check_start(mut reply: Reply, path: &str) -> Result<Result<Reply, WholeReply>, CallError> {
+    let mut start = Bytes::new();
+    if reply.is_stream() {
+        start = first_frames(&mut reply).await?;
+        if let Some(embedded) = sse::first_error(&start) {
+            return Ok(Err(reply.error_reply(embedded.status, embedded.error)));
+        }
+    }
+    Ok(match reply_start(&mut reply, path, start).await {
+        ReplyStart::Usual | ReplyStart::Role => Ok(reply),
+        ReplyStart::Aborted => Err(reply.error_reply(StatusCode::SERVICE_UNAVAILABLE, ABORT_ERROR.into())),
+        ReplyStart::PrefixMissing => Err(reply.error_reply(StatusCode::PRECONDITION_FAILED, Bytes::new())),
+    })
 }
 
 /// Builds the body for an engine that does not accept `stream_options`.

@@ -27,6 +27,7 @@ use crate::message::handoff_params::{PROMPT_IDS, with_prompt_ids};
 use crate::message::sse;
 use crate::message::usage::JsonScanner;
 use crate::metrics::log_span::request_span;
+use crate::routing::models::Model;
 
 /// A reply has one token and a block table: 65,536 ids of at most 11 digits, with space for log probabilities.
 const REPLY_BYTES_MAX: usize = 8 << 20;
@@ -233,10 +234,11 @@ impl PrefillCall {
 
 impl PrefillResult {
     /// As [`DecodeResult::with_clients_model`](crate::legs::decode::DecodeResult::with_clients_model).
-    pub(crate) fn with_clients_model(self, name: &str) -> Self {
+    pub(crate) fn with_clients_model(self, model: &Model) -> Self {
         match self {
+            result if !model.name_in_bodies.is_of_client() => result,
             Self::Failed(_, refusal, _) if refusal == Refusal::wrong_model() => {
-                Self::Refused(Refusal(ApiError::model_not_found(name)))
+                Self::Refused(Refusal(ApiError::model_not_found(&model.name)))
             }
             other => other,
         }

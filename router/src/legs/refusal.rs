@@ -234,7 +234,9 @@ impl Refusal {
                 let (text, _) = message.split_once(". ")?;
                 text.contains("context length").then(|| format!("{text}; the prompt is longer"))
             });
-            self.0.message = text.unwrap_or_else(|| "the prompt does not fit the model's context".to_owned());
+            self.0.message = text.unwrap_or_else(|| {
+                "the prompt is too long: it exceeds the model's maximum context length".to_owned()
+            });
         }
         self
     }
@@ -348,7 +350,7 @@ mod tests {
         for (message, expected) in [
             (
                 ApiError::context_length(9, 1, 8).message.as_str(),
-                "the model's context is 8 tokens, but the prompt has 9",
+                "This model's maximum context length is 8 tokens, but the prompt has 9",
             ),
             (
                 "This model's maximum context length is 8 tokens. However, you requested 10 tokens (9 in the \
@@ -359,7 +361,10 @@ mod tests {
                 "This model's maximum context length is 8 tokens. Please shorten the prompt.",
                 "This model's maximum context length is 8 tokens; the prompt is longer",
             ),
-            ("max_tokens=1 is too much", "the prompt does not fit the model's context"),
+            (
+                "max_tokens=1 is too much",
+                "the prompt is too long: it exceeds the model's maximum context length",
+            ),
             ("`stop` is wrong", "`stop` is wrong"),
         ] {
             let body = serde_json::json!({"error": {"message": message}}).to_string();

@@ -136,6 +136,11 @@ impl RouterFields {
         Self { cache_salt: cache_salt.map(json), without_priority, ..Self::default() }
     }
 
+    /// The `cache_salt` that the router sets.
+    pub(crate) fn cache_salt(&self) -> Option<String> {
+        serde_json::from_str(self.cache_salt.as_deref()?).ok()
+    }
+
     /// With this `cache_hit_threshold`: an engine that has cached a smaller share of the prompt generates nothing.
     pub(crate) fn with_cache_hit_threshold(self, share: f64) -> Self {
         Self { cache_hit_threshold: Some(share.to_string()), ..self }

@@ -20,8 +20,8 @@ use super::server::{
 use crate::admin::{self, AdminScope, AdminService};
 use crate::config::{InferencePoolConfig, Scheme};
 use crate::service::ClientService;
-use crate::sidecar::options::{ServingTls, SidecarOptions};
-use crate::sidecar::{PodAddresses, Sidecar, SidecarListener};
+use crate::service::sidecar::options::{ServingTls, SidecarOptions};
+use crate::service::sidecar::{PodAddresses, Sidecar, SidecarListener};
 use crate::state::generation::GenerationError;
 use crate::state::shared::Shared;
 use crate::tls::server::ServerTls;

@@ -8,7 +8,7 @@ mod context;
 mod cors;
 mod models;
 mod response;
-mod sidecar;
+pub(crate) mod sidecar;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -34,11 +34,11 @@ use crate::legs::request_error::RequestError;
 use crate::message::path::{Dialect, Route};
 use crate::message::request_id;
 use crate::message::rewrite::ClientRules;
-use crate::sidecar::SidecarListener;
 use crate::state::readiness;
 use crate::state::shared::Shared;
 use context::RequestContext;
 use response::{ReplyFormat, StreamTimeouts};
+use sidecar::SidecarListener;
 
 /// The service of one listener; with a sidecar, beside one decode engine.
 pub(crate) struct ClientService(pub Arc<Shared>, pub Option<SidecarListener>);
@@ -193,17 +193,7 @@ impl ClientService {
         driver.record_turn(&request);
         driver.progress.reading = request.stream_reading();
         // Boxed: a response may be relayed for minutes, and would keep the memory of the earlier steps.
-        let legs = Box::pin(async {
-            if driver.sends_pairs(session, &request).await? {
-                if let Some(response) = driver.decode_as_pair(session, &request).await? {
-                    return Ok(response);
-                }
-            } else if let Some(response) = driver.decode_conditionally(session, &request).await? {
-                return Ok(response);
-            }
-            let handoff = driver.prefill(session, &request).await?;
-            driver.decode(session, &request, handoff).await
-        });
+        let legs = Box::pin(driver.run_legs(session, &request));
         let answer = match until {
             None => legs.await,
             Some(until) => match tokio::time::timeout_at(until.into(), legs).await {

@@ -192,7 +192,7 @@ class Deployment:
         self.store.wait()
 
     def start_router(self, on_failure="allow_local"):
-        keys = {"requests": "requests_per_minute: 20", "tokens": "tokens_per_minute: 300",
+        keys = {"requests": "requests_per_minute: 20", "tokens": "tokens_per_minute: 630",
                 "places": "concurrent_requests: 3", "free": ""}
         hashed = lambda name: hashlib.sha256(f"a-key-of-{name}".encode()).hexdigest()
         entries = "".join(f"    - {{id: {name}, hash: 'sha256:{hashed(name)}', tenant: {name}, limits: {{{limits}}}}}\n"
@@ -249,11 +249,11 @@ def routers(deployment):
     passed = granted([one, two], "requests", 40)
     most = 20 + 20 * (time.monotonic() - begun) / 60 + 1
     check(20 <= passed <= most, f"{passed} of 40 requests, with a limit of 20")
-    # Each takes 10 tokens and reports as many, so nothing is corrected.
+    # Each takes 21 tokens: a quarter of its 50 bytes, and max_tokens. It reports fewer, so nothing is corrected.
     begun = time.monotonic()
     passed = granted([one, two], "tokens", 45)
     most = 30 + 30 * (time.monotonic() - begun) / 60 + 1
-    check(30 <= passed <= most, f"{passed} of 45 requests of ten tokens, with a limit of 300")
+    check(30 <= passed <= most, f"{passed} of 45 requests of 21 tokens, with a limit of 630")
 
     print("== places in flight: of both routers together, and freed when a router is killed")
     Engine.held.set()

@@ -22,7 +22,7 @@ pub enum DecodeHalf {
     /// With the tokens that are left.
     Streaming(u32),
     /// The pages are kept until P writes nothing more into them.
-    Aborted(Registration, u32),
+    Aborted(u32),
 }
 
 #[derive(Debug)]
@@ -80,7 +80,7 @@ impl PairSim {
             DecodeHalf::Aborted(..) => return,
             DecodeHalf::Queued | DecodeHalf::Streaming(_) => self.free_decode(d, pair),
             DecodeHalf::Registered(registration, life) => {
-                leg.half = DecodeHalf::Aborted(registration.clone(), life);
+                leg.half = DecodeHalf::Aborted(life);
                 let prefill = (leg.prefill, life);
                 self.abort_registration(d, registration, prefill);
             }
@@ -192,7 +192,7 @@ impl PairSim {
     /// SGLang's D notices that a process of P has ended.
     pub fn prefill_lost(&mut self, d: usize, p: usize, life: u32) {
         let lost = self.decodes[d].legs.iter().filter(|(_, leg)| match leg.half {
-            DecodeHalf::Registered(_, of) | DecodeHalf::Aborted(_, of) => (leg.prefill, of) == (p, life),
+            DecodeHalf::Registered(_, of) | DecodeHalf::Aborted(of) => (leg.prefill, of) == (p, life),
             DecodeHalf::Queued | DecodeHalf::Streaming(_) => false,
         });
         let lost: Vec<(Pair, ConnId)> = lost.map(|(pair, leg)| (*pair, leg.conn)).collect();

@@ -416,7 +416,7 @@ impl PairSim {
         // Also for a registration that is on its way.
         for d in 0..self.decodes.len() {
             let waits = self.decodes[d].legs.iter().filter(|(_, leg)| match leg.half {
-                DecodeHalf::Registered(_, of) | DecodeHalf::Aborted(_, of) => (leg.prefill, of) == (p, life),
+                DecodeHalf::Registered(_, of) | DecodeHalf::Aborted(of) => (leg.prefill, of) == (p, life),
                 DecodeHalf::Queued | DecodeHalf::Streaming(_) => false,
             });
             let waits: Vec<Pair> = waits.map(|(pair, _)| *pair).collect();

@@ -49,16 +49,19 @@ fn each_phase_and_way_of_leaving_is_a_row_and_what_remains_has_a_reason() {
         numbers.skip(3).collect::<Vec<_>>().join(" ")
     };
     assert_eq!(row("sim-baton", "prefill", "RST"), "1 0 5.0 ms 5.0 ms 5.0 ms 60 + 0");
-    assert_eq!(row("vllm", "prefill", "half-close"), "1 1 30.0 s 30.0 s 30.0 s 40 + 1");
+    assert_eq!(row("vllm", "prefill", "half-close"), "1 1 30.0 s 30.0 s 30.0 s 40 + 0");
     // The events of the storm are those of both.
     assert_eq!(row("vllm", "prefill", "RST"), row("sim-baton", "prefill", "RST"));
     let line = |protocol: &str| text.lines().find(|line| line.starts_with(&format!("{protocol}: ")));
     assert!(
-        line("sim-baton").expect("a line").contains("0 of 4 stranded, 0 of 0 texts wrong. Abort and release")
+        line("sim-baton")
+            .expect("a line")
+            .contains("0 of 4 stranded, 0 of 0 texts wrong. Commands: abort and release")
     );
     let vllm = line("vllm").expect("a line");
     assert!(
-        vllm.contains("1 of 5 stranded (prefill 1)") && vllm.contains("stay until the lease ends"),
+        vllm.contains("1 of 5 stranded (prefill 1)")
+            && vllm.contains("keeps the blocks until the lease ends"),
         "{vllm}"
     );
     assert!(vllm.contains("Findings: "), "{vllm}");

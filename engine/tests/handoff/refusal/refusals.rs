@@ -149,7 +149,11 @@ fn a_prompt_that_fills_the_context_is_refused_with_the_requested_max_tokens() {
         reply.json()["error"]["message"].as_str().expect("a message").to_owned()
     };
     let full = message(context, None);
-    assert_eq!(full, "the model's context is 160 tokens, but the prompt has 160 and an answer at least 1");
+    assert_eq!(
+        full,
+        "This model's maximum context length is 160 tokens, and the prompt is too long: it has 160, and a response at \
+         least 1"
+    );
     let asked = message(context, Some(7));
     assert!(asked.ends_with("the prompt has 160 and max_tokens asks for 7"), "{asked}");
     node.is_clean();

@@ -130,7 +130,7 @@ mod tests {
     }
 
     fn rsa(id: &str, bits: usize) -> Value {
-        json!({"kty": "RSA", "kid": id, "use": "sig", "n": "x".repeat((bits / 8 * 4).div_ceil(3)), "e": "AQAB"})
+        json!({"kty": "RSA", "kid": id, "use": "sig", "n": "g".repeat((bits / 8 * 4).div_ceil(3)), "e": "AQAB"})
     }
 
     #[test]

@@ -60,14 +60,14 @@ pub(crate) struct Http2Connection {
     bounds: Http2Bounds,
     /// Since when there is no request.
     quiet: Option<Instant>,
-    phase: Phase,
+    phase: ConnectionPhase,
     /// Fires when the phase or the connection must end.
     timer: Pin<Box<Sleep>>,
     end: Http2End,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Phase {
+enum ConnectionPhase {
     Open,
     /// No new requests, since this time.
     Draining(Instant),
@@ -109,7 +109,7 @@ impl Http2Connection {
             shared,
             bounds,
             quiet: None,
-            phase: Phase::Open,
+            phase: ConnectionPhase::Open,
             timer: Box::pin(tokio::time::sleep(Duration::ZERO)),
             end: Http2End::Closed,
         })
@@ -168,7 +168,7 @@ impl Http2Connection {
                 Poll::Ready(None) => return Poll::Ready(None),
                 Poll::Pending => {}
             }
-            if self.phase == Phase::Open && self.shared.is_closing() {
+            if self.phase == ConnectionPhase::Open && self.shared.is_closing() {
                 self.drain();
                 continue;
             }
@@ -202,16 +202,16 @@ impl Http2Connection {
 
     /// Announces the end. `h2` refuses later streams, and ends the connection behind the last one.
     fn drain(&mut self) {
-        self.phase = Phase::Draining(Instant::now());
+        self.phase = ConnectionPhase::Draining(Instant::now());
         self.h2.graceful_shutdown();
     }
 
     /// Ends the connection and all its streams; false if it is already cut.
     fn cut(&mut self, end: Http2End) -> bool {
-        if matches!(self.phase, Phase::Cut(_)) {
+        if matches!(self.phase, ConnectionPhase::Cut(_)) {
             return false;
         }
-        self.phase = Phase::Cut(Instant::now() + CLOSE_TIMEOUT);
+        self.phase = ConnectionPhase::Cut(Instant::now() + CLOSE_TIMEOUT);
         self.end = end;
         self.h2.abrupt_shutdown(Reason::ENHANCE_YOUR_CALM);
         true
@@ -248,7 +248,7 @@ enum Due {
 /// The facts that decide how long a connection may stay.
 #[derive(Clone, Copy, Debug)]
 struct Timing {
-    phase: Phase,
+    phase: ConnectionPhase,
     quiet: Option<Instant>,
     block: Option<Instant>,
     /// Streams are open, or the ends of their responses wait for the client's windows.
@@ -260,9 +260,9 @@ impl Timing {
     fn next(self, bounds: &Http2Bounds) -> Option<(Instant, Due)> {
         let slow = self.block.map(|since| (since + bounds.within, Due::SlowHead));
         let quiet = match self.phase {
-            Phase::Cut(at) => return Some((at, Due::End)),
-            Phase::Open => self.quiet.map(|since| (since + bounds.idle, Due::Drain)),
-            Phase::Draining(begun) => {
+            ConnectionPhase::Cut(at) => return Some((at, Due::End)),
+            ConnectionPhase::Open => self.quiet.map(|since| (since + bounds.idle, Due::Drain)),
+            ConnectionPhase::Draining(begun) => {
                 // The end of a response may still wait for the client.
                 let rest = if self.has_streams { bounds.stall.max(CLOSE_TIMEOUT) } else { CLOSE_TIMEOUT };
                 self.quiet.map(|since| (since.max(begun) + rest, Due::End))
@@ -289,8 +289,8 @@ mod tests {
     async fn a_connection_ends_by_what_comes_first() {
         let now = Instant::now();
         let at = |seconds| now + Duration::from_secs(seconds);
-        let open = Timing { phase: Phase::Open, quiet: None, block: None, has_streams: true };
-        let draining = Timing { phase: Phase::Draining(at(5)), ..open };
+        let open = Timing { phase: ConnectionPhase::Open, quiet: None, block: None, has_streams: true };
+        let draining = Timing { phase: ConnectionPhase::Draining(at(5)), ..open };
         for (timing, next) in [
             (open, None),
             (Timing { quiet: Some(now), ..open }, Some((at(75), Due::Drain))),
@@ -301,7 +301,10 @@ mod tests {
             (Timing { quiet: Some(at(9)), has_streams: false, ..draining }, Some((at(10), Due::End))),
             (Timing { quiet: Some(now), has_streams: false, ..draining }, Some((at(6), Due::End))),
             (Timing { block: Some(now), ..draining }, Some((at(10), Due::SlowHead))),
-            (Timing { phase: Phase::Cut(at(1)), block: Some(now), ..open }, Some((at(1), Due::End))),
+            (
+                Timing { phase: ConnectionPhase::Cut(at(1)), block: Some(now), ..open },
+                Some((at(1), Due::End)),
+            ),
         ] {
             assert_eq!(timing.next(&BOUNDS), next, "{timing:?}");
         }

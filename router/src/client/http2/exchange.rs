@@ -227,7 +227,7 @@ impl Http2Exchange {
     /// Answers a request whose head is refused, and ends the stream.
     pub(super) fn refuse(error: HeadError, respond: &mut SendResponse<Bytes>) {
         let error = error.error();
-        let body = Bytes::from(error.to_bytes());
+        let body = error.to_bytes();
         let response = Response::builder()
             .status(error.status)
             .header(CONTENT_TYPE, "application/json")

@@ -228,7 +228,7 @@ mod tests {
     fn time_and_useful_work_fill_an_allowance_up_to_its_size() {
         let now = Instant::now();
         let mut meter = meter(now);
-        let reset = frame(RST_STREAM, 0, &[0; 4]);
+        let reset = frame(RST_STREAM, 0, &[]);
         let drain = |meter: &mut FrameMeter, now| {
             (0..10_000).take_while(|_| meter.read(&reset, now) == Ok(())).count()
         };

@@ -7,7 +7,7 @@ use bytes::BytesMut;
 use hyper::StatusCode;
 
 use super::connection::Purpose;
-use super::head::RequestHead;
+use super::head::EngineRequestHead;
 use super::{
     CallError, Connection, ConnectionError, ConnectionHandle, DialError, Engine, EngineRequest, Reply,
     ReplyHead,
@@ -205,7 +205,7 @@ impl Engine {
         {
             let (host, terms) = (&self.address.host, self.connections.terms.load());
             let (secret, api_key) = (terms.secret.as_ref(), terms.api_key.as_ref());
-            connection.begin(&RequestHead { host, secret, api_key, request }, request.pieces())?;
+            connection.begin(&EngineRequestHead { host, secret, api_key, request }, request.pieces())?;
         }
         connection.send(shows_life).await
     }

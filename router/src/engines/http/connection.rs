@@ -19,15 +19,15 @@ use tokio::net::TcpStream;
 
 use super::activity::EngineActivity;
 use super::connection_error::ConnectionError;
-use super::head::RequestHead;
+use super::head::EngineRequestHead;
 use super::http1::Http1;
 use super::reply_head::ReplyHead;
 use crate::config::EngineHttp2;
 use crate::engines::presence;
 use crate::tls::client::EngineTlsConnector;
-use http2::{Http2Connection, Http2Stream};
+use http2::{Http2Stream, MultiplexedConnection};
 pub(super) use pool::IdleConnections;
-use transport::Transport;
+use transport::EngineTransport;
 
 /// A handle that abandons a connection while its reply is awaited. It has no descriptor: its commands are carried
 /// out at the next poll of the reply.
@@ -55,7 +55,7 @@ pub(crate) struct Connection {
 
 #[derive(Debug)]
 enum HttpVersion {
-    One(Http1<Transport>),
+    One(Http1<EngineTransport>),
     Two(Http2Stream),
 }
 
@@ -114,15 +114,15 @@ impl Connection {
         stream.set_nodelay(true)?;
         presence::set_lost_timeout(&stream, terms.lost_after);
         let (stream, is_http2) = match terms.tls {
-            None => (Transport::Left(stream), terms.http2 == EngineHttp2::On),
+            None => (EngineTransport::Left(stream), terms.http2 == EngineHttp2::On),
             Some(name) => {
                 let (stream, is_http2) = name.connect(stream, terms.http2).await?;
-                (Transport::Right(Box::new(stream)), is_http2)
+                (EngineTransport::Right(Box::new(stream)), is_http2)
             }
         };
         if is_http2 {
             let scheme = if terms.tls.is_some() { Scheme::HTTPS } else { Scheme::HTTP };
-            let shared = Http2Connection::start(stream, scheme, terms.lost_after, activity).await?;
+            let shared = MultiplexedConnection::start(stream, scheme, terms.lost_after, activity).await?;
             let stream = shared.open().ok_or(std::io::ErrorKind::ConnectionAborted)?;
             return Ok(Self::over_stream(stream));
         }
@@ -152,7 +152,7 @@ impl Connection {
     }
 
     /// The shared connection of HTTP/2.
-    fn shared(&self) -> Option<Http2Connection> {
+    fn shared(&self) -> Option<MultiplexedConnection> {
         match &self.http {
             HttpVersion::One(_) => None,
             HttpVersion::Two(stream) => Some(stream.connection().clone()),
@@ -164,7 +164,11 @@ impl Connection {
     }
 
     /// Stores a request, its head and the pieces of its body. [`Self::send`] sends it.
-    pub(super) fn begin(&mut self, head: &RequestHead<'_>, body: &[Bytes]) -> Result<(), ConnectionError> {
+    pub(super) fn begin(
+        &mut self,
+        head: &EngineRequestHead<'_>,
+        body: &[Bytes],
+    ) -> Result<(), ConnectionError> {
         match &mut self.http {
             HttpVersion::One(http) => {
                 http.begin(head.http1(), body);

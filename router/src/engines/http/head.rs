@@ -16,7 +16,7 @@ const SECRET_FIELDS: [&str; 2] = ["authorization", SECRET];
 const SECRET: &str = "x-baton-cluster-secret";
 
 /// A request, and what the engine's terms add to it.
-pub(super) struct RequestHead<'a> {
+pub(super) struct EngineRequestHead<'a> {
     pub host: &'a HeaderValue,
     pub secret: Option<&'a HeaderValue>,
     /// The router's own key, which replaces the client's credentials.
@@ -24,7 +24,7 @@ pub(super) struct RequestHead<'a> {
     pub request: &'a EngineRequest,
 }
 
-impl RequestHead<'_> {
+impl EngineRequestHead<'_> {
     /// The bytes of HTTP/1.1.
     pub(super) fn http1(&self) -> Vec<u8> {
         let mut head = Vec::with_capacity(USUAL_BYTES);
@@ -148,10 +148,11 @@ mod tests {
                  x-data-parallel-rank: 10\r\nx-baton-router-settles: 1\r\nx-baton-early-handoff: 1\r\nx-baton-cluster-secret: s\r\n\r\n"
             )
         };
-        let head = RequestHead { host: &host, secret: Some(&secret), api_key: None, request: &outgoing };
+        let head =
+            EngineRequestHead { host: &host, secret: Some(&secret), api_key: None, request: &outgoing };
         assert_eq!(String::from_utf8_lossy(&head.http1()), expected("Bearer client"));
         let key = HeaderValue::from_static("Bearer router");
-        let head = RequestHead { api_key: Some(&key), ..head };
+        let head = EngineRequestHead { api_key: Some(&key), ..head };
         assert_eq!(String::from_utf8_lossy(&head.http1()), expected("Bearer router"));
         let two = head.http2(Scheme::HTTP).expect("a URI");
         assert_eq!((two.method(), two.uri().to_string().as_str()), (&Method::POST, "http://h:1/p"));
@@ -169,7 +170,7 @@ mod tests {
     fn a_request_without_a_body_has_no_content_length() {
         let head = |request: &EngineRequest| {
             let host = HeaderValue::from_static("h");
-            RequestHead { host: &host, secret: None, api_key: None, request }.http1()
+            EngineRequestHead { host: &host, secret: None, api_key: None, request }.http1()
         };
         assert_eq!(
             head(&EngineRequest::get("/health")),

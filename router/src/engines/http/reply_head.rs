@@ -282,7 +282,7 @@ mod tests {
         assert_eq!(format!("{two:?}"), format!("{:?}", head(&text)));
         map.append("content-encoding", HeaderValue::from_static("br"));
         assert_eq!(of_fields(StatusCode::OK, &map).expect("a head").coding, Coding::Unknown);
-        (0..FIELDS_MAX).for_each(|_| drop(map.append("x", HeaderValue::from_static("y"))));
+        (0..FIELDS_MAX).for_each(|_| _ = map.append("x", HeaderValue::from_static("y")));
         assert_eq!(of_fields(StatusCode::OK, &map).err(), Some(ReplyHeadError("too many fields")));
     }
 

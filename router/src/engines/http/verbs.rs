@@ -16,7 +16,7 @@ use hyper::header::HeaderValue;
 
 use super::activity::EngineActivity;
 use super::connection::{DialTerms, IdleConnections, Purpose, is_local_error};
-use super::head::RequestHead;
+use super::head::EngineRequestHead;
 use super::{
     Addresses, CallError, Connection, ConnectionError, ConnectionTerms, Engine, EngineRequest, Reply,
     ReplyHead,
@@ -179,7 +179,7 @@ impl ControlAddress {
         request: &EngineRequest,
     ) -> Result<ReplyHead, ConnectionError> {
         let (secret, api_key) = (terms.secret.as_ref(), terms.api_key.as_ref());
-        let head = RequestHead { host: &self.host, secret, api_key, request };
+        let head = EngineRequestHead { host: &self.host, secret, api_key, request };
         connection.begin(&head, request.pieces())?;
         connection.send(false).await
     }

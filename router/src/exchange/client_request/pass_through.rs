@@ -67,7 +67,6 @@ impl ClientRequest {
             tokens,
             prompt_tokens: tokens,
             priority: priority(&body),
-            turn_owner: None,
             features: Features::of_tokens(tokens),
             owner: owner.map(RequestOwner::hash),
             authorization: headers.get(AUTHORIZATION).cloned(),

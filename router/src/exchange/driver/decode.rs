@@ -17,7 +17,7 @@ use crate::exchange::client_request::ClientRequest;
 use crate::legs::decode::{self, DecodeResult, PlainBody};
 use crate::legs::prefill::unless_failed;
 use crate::legs::request_error::RequestError;
-use crate::legs::{ErrorClass, Refusal};
+use crate::legs::{ErrorClass, Fault, Refusal};
 use crate::message::request_id;
 use crate::metrics::Leg;
 use crate::routing::pool::EngineReservation;
@@ -206,20 +206,8 @@ impl ExchangeDriver {
             return Err(self.cancel());
         };
         let result = match result {
-            Ok(result) if self.model.name_in_bodies.is_of_client() => {
-                result.with_clients_model(&self.model.name)
-            }
-            Ok(result) => result,
-            Err(fault) => {
-                // The prefill engine failed, so the blocks that the decode engine waits for do not arrive.
-                self.apply(Event::DecodeFailed(attempt, Failure::Unknown));
-                self.prefill.failed_after_lease = true;
-                if let Some(producer) = self.attempts.last_prefill.clone() {
-                    self.record_fault(&producer, Leg::Prefill, fault);
-                }
-                let class = ErrorClass::HandoffSpent;
-                return Ok(DecodeOutcome::Failed { refusal: Refusal::broken(), class, reached: true });
-            }
+            Ok(result) => result.with_clients_model(&self.model),
+            Err(fault) => return Ok(self.fail_after_lease(attempt, fault)),
         };
         // The prefill's end begins the engine's own time.
         let began_at = tail.as_ref().map_or(sent_at, |tail| sent_at.max(tail.end_time()));
@@ -259,5 +247,15 @@ impl ExchangeDriver {
                 DecodeOutcome::Failed { refusal, class, reached: failure != Failure::NotReached }
             }
         })
+    }
+
+    /// The prefill engine failed, so the blocks that the decode engine waits for do not arrive.
+    fn fail_after_lease(&mut self, attempt: Attempt, fault: Fault) -> DecodeOutcome {
+        self.apply(Event::DecodeFailed(attempt, Failure::Unknown));
+        self.prefill.failed_after_lease = true;
+        if let Some(producer) = self.attempts.last_prefill.clone() {
+            self.record_fault(&producer, Leg::Prefill, fault);
+        }
+        DecodeOutcome::Failed { refusal: Refusal::broken(), class: ErrorClass::HandoffSpent, reached: true }
     }
 }

@@ -34,7 +34,7 @@ pub(super) struct TurnRecording {
 impl ExchangeDriver {
     /// Begins to record the response of a request whose decode engine may keep its blocks.
     pub(crate) fn record_turn(&mut self, request: &ClientRequest) {
-        self.prefill.next_turn = request.turn_owner.clone().map(|owner| {
+        self.prefill.next_turn = request.turn_owner().map(|owner| {
             let keeps_ids = request.body.field("return_token_ids") == Some(b"true");
             let authorization = request.authorization.clone();
             Box::new(TurnRecording { recorder: TurnRecorder::new(keeps_ids), owner, authorization })
@@ -70,9 +70,8 @@ impl ExchangeDriver {
     /// The transfer parameters of the kept turn that begins the request's prompt.
     pub(super) fn take_turn(&self, request: &ClientRequest) -> Option<String> {
         // Other ids may differ from those that the engine computes.
-        let (owner, prompt) =
-            (request.turn_owner.as_ref()?, request.prompt_ids().filter(|prompt| prompt.exact)?);
-        let params = self.shared.take_turn(owner, &prompt.ids)?;
+        let (owner, prompt) = (request.turn_owner()?, request.prompt_ids().filter(|prompt| prompt.exact)?);
+        let params = self.shared.take_turn(&owner, &prompt.ids)?;
         // Of a chat the engine computes these tokens, whatever its template makes of the messages.
         let is_chat = request.dialect == Dialect::OpenAi(Endpoint::Chat);
         let given = is_chat.then(|| with_prompt_ids(&params, &prompt.ids)).flatten();

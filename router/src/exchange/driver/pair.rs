@@ -458,10 +458,7 @@ impl ExchangeDriver {
             Ok(PrefillResult::NoLease) if pushes => {
                 PrefillResult::Failed(Failure::Answered, Refusal::broken(), Fault::None)
             }
-            Ok(result) if self.model.name_in_bodies.is_of_client() => {
-                result.with_clients_model(&self.model.name)
-            }
-            Ok(result) => result,
+            Ok(result) => result.with_clients_model(&self.model),
         };
         // The reply ends the call.
         self.prefill.call = None;
@@ -521,11 +518,7 @@ impl ExchangeDriver {
         decoded: DecodeResult,
     ) -> Result<PairOutcome, RequestError> {
         let (attempt, engine) = &pair.decode;
-        let decoded = match self.model.name_in_bodies.is_of_client() {
-            true => decoded.with_clients_model(&self.model.name),
-            false => decoded,
-        };
-        match decoded {
+        match decoded.with_clients_model(&self.model) {
             DecodeResult::Accepted(_) => unreachable!("the caller handles acceptance"),
             DecodeResult::Refused(refusal) => {
                 self.record_refusal(engine, Leg::Decode, pair.sent_at.elapsed());

@@ -201,10 +201,7 @@ impl ExchangeDriver {
                 }
                 return Ok(PrefillAttempt::Failed(Refusal::timed_out()));
             }
-            Ok(Ok(result)) if self.model.name_in_bodies.is_of_client() => {
-                result.with_clients_model(&self.model.name)
-            }
-            Ok(Ok(result)) => result,
+            Ok(Ok(result)) => result.with_clients_model(&self.model),
         };
         // The response ends the call.
         let load = self.prefill.call.take().map(PrefillCall::into_load);

@@ -118,17 +118,11 @@ fn a_choice_by_index_equals_a_walk_over_all_members() {
                 random_event(&pool, &mut reservations, &mut rng, &prefix);
                 let tried: Vec<_> =
                     (0..rng.below(3)).map(|_| Arc::clone(&pool.members[rng.below(engines)].engine)).collect();
-                let pair = (rng.below(2) == 0).then(|| pool.members[rng.below(engines)].pair()).flatten();
-                let compatibility =
-                    (rng.below(2) == 0).then(|| pool.members[rng.below(engines)].compatibility()).flatten();
+                let partner = (rng.below(2) == 0).then(|| Arc::clone(&pool.members[rng.below(engines)]));
                 let session = Some(step.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-                let features = RoutingFeatures {
-                    session,
-                    prefix: &prefix,
-                    pair,
-                    compatibility,
-                    ..RoutingFeatures::default()
-                };
+                let mut features = RoutingFeatures { session, prefix: &prefix, ..RoutingFeatures::default() };
+                partner.iter().for_each(|partner| partner.require_partner(&mut features));
+                let compatibility = features.compatibility;
                 let now = LazyNow::new(Instant::now);
                 let context = ChoiceContext {
                     tried: &tried,

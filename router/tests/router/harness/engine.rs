@@ -3,14 +3,11 @@
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::net::SocketAddr;
-use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt, Full};
 use hyper::body::{Frame, Incoming};
 use hyper::header::HeaderMap;
@@ -21,7 +18,7 @@ use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinHandle;
 
-use crate::harness::serve::serve_connection;
+use crate::harness::serve::{Body, channel, serve_connection};
 
 /// Limit on a test's wait for a state.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -122,8 +119,6 @@ pub(crate) struct FakeEngine {
     inner: Arc<FakeEngineState>,
     server: JoinHandle<()>,
 }
-
-type Body = BoxBody<Bytes, std::io::Error>;
 
 impl FakeEngine {
     /// Performs `action` for every request.
@@ -561,23 +556,6 @@ fn framed(work: WorkGuard, frames: Vec<String>, ends: bool) -> Response<Body> {
     let mut response = Response::new(channel(receiver));
     response.headers_mut().insert("content-type", "text/event-stream; charset=utf-8".parse().unwrap());
     response
-}
-
-fn channel(receiver: mpsc::Receiver<BodyFrame>) -> Body {
-    ResponseBody(receiver).boxed()
-}
-
-type BodyFrame = Result<Frame<Bytes>, std::io::Error>;
-
-struct ResponseBody(mpsc::Receiver<BodyFrame>);
-
-impl hyper::body::Body for ResponseBody {
-    type Data = Bytes;
-    type Error = std::io::Error;
-
-    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<BodyFrame>> {
-        self.0.poll_recv(context)
-    }
 }
 
 fn whole(status: u16, body: &Value) -> Response<Body> {

@@ -42,7 +42,7 @@ async fn engines_and_clients_get_the_same_as_over_http_1() {
                 first.header(name).filter(|_| !matches!(name, "transfer-encoding" | "connection"));
             assert_eq!(second.header(name), over_http1, "{name}");
         }
-        for name in ["x-request-id", "date", "server-timing"] {
+        for name in ["x-request-id", "date"] {
             assert!(second.header(name).is_some() && first.header(name).is_some(), "{name}");
         }
         for engine in [&p, &d] {
@@ -50,8 +50,12 @@ async fn engines_and_clients_get_the_same_as_over_http_1() {
             assert_eq!(requests.len(), 2);
             assert_eq!(stable(&requests[0].headers), stable(&requests[1].headers));
             assert_eq!(requests[0].path, requests[1].path);
+            let [first, second] = [&requests[0], &requests[1]].map(|request| {
+                let id = request.headers["x-request-id"].to_str().unwrap();
+                String::from_utf8_lossy(&request.raw).replace(id, "ID")
+            });
+            assert_eq!(first, second);
         }
-        assert_eq!(p.received()[0].raw, p.received()[1].raw);
         system.settled().await;
     }
 }

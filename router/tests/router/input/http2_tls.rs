@@ -49,7 +49,7 @@ async fn alpn_chooses_the_protocol() {
     let mut all = Vec::new();
     let _ = stream.read_to_end(&mut all).await;
     assert!(all.starts_with(b"HTTP/1.1 505 "), "{}", all.escape_ascii());
-    on.counts("baton_router_http2_connections_total", 1.0).await;
+    on.counts("baton_router_http2_connections_total", 2.0).await;
 }
 
 #[tokio::test]

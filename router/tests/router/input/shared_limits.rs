@@ -106,7 +106,11 @@ async fn a_request_takes_key_and_tenant_in_one_question_and_ends_its_lease() {
         (&requests[7..9], &requests[10..]),
         (&["1", "2"].map(String::from)[..], &["30000", "2", "2", "5", "5"].map(String::from)[..])
     );
-    assert_eq!((tokens[2].as_str(), tokens[5].as_str()), ("2", "10"), "eight tokens, and two of the prompt");
+    assert_eq!(
+        (tokens[2].as_str(), tokens[5].as_str()),
+        ("2", "23"),
+        "eight tokens, and a quarter of 59 bytes"
+    );
     let released = router.store.commands("ZREM");
     assert_eq!(released.len(), 2);
     assert!(
@@ -160,7 +164,7 @@ async fn unused_tokens_are_returned_and_further_ones_charged() {
         let calls = router.store.commands("EVALSHA").into_iter();
         calls.filter(|words| words[5] == verb).map(|words| words[6].clone()).collect::<Vec<_>>()
     };
-    assert_eq!(corrections("charge"), ["90"], "100 were used, 10 were taken");
+    assert_eq!(corrections("charge"), ["77"], "100 were used, 23 were taken");
     // No engine receives the next request.
     let drained = format!("/engines/{}/drain", router.d.address);
     let mut client = Client::connect(router.system.admin).await;
@@ -169,7 +173,7 @@ async fn unused_tokens_are_returned_and_further_ones_charged() {
     let refused = router.post().await;
     assert_eq!(refused.status, 503, "{}", refused.text());
     router.corrected("sent", 4.0).await;
-    assert_eq!(corrections("give"), ["10"]);
+    assert_eq!(corrections("give"), ["23"]);
 }
 
 #[tokio::test]

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
-use baton_router::NewKey;
+use baton_router::{NewKey, RouterConfig};
 use serde_json::{Value, json};
 
 use super::kv_events::{Publisher, stored};
@@ -337,4 +337,24 @@ async fn an_engine_that_reports_another_host_is_not_subscribed() {
     let authority = engine.address;
     let series = format!("baton_router_kv_events_connected{{engine=\"{authority}\"}}");
     assert_eq!(system.metric(&series).await, 0.0);
+}
+
+#[test]
+fn ranks_without_a_port_of_their_own_are_refused() {
+    let problem = |engines: &str| {
+        let yaml = format!("models:\n  - name: m\n    decode: {{engines: [{engines}]}}\n");
+        RouterConfig::from_yaml(&yaml, "router.yaml").err().map(|problem| problem.to_string())
+    };
+    let engine = |n: u8, ranks: u16, port: u16| {
+        let events = format!("{{port: {port}, bind: 127.0.0.1}}");
+        format!("{{url: 'http://e{n}:1', data_parallel_size: {ranks}, kv_events: {events}}}")
+    };
+    let both = |first: String, second: String| problem(&format!("{first}, {second}"));
+    assert_eq!(both(engine(1, 4, 5000), engine(2, 4, 5004)), None);
+    let meets = both(engine(1, 4, 5000), engine(2, 4, 5003)).expect("port 5003 is taken");
+    assert!(meets.contains("each engine needs a port of its own"), "{meets}");
+    let beyond = problem(&engine(1, 4, 65_533)).expect("there is no port 65536");
+    assert!(beyond.contains("has no port 65533 + N for each of its ranks"), "{beyond}");
+    let without = problem("{url: 'http://e:1', kv_events: {bind: 127.0.0.1}}").expect("no port");
+    assert!(without.contains("`kv_events.bind` needs `kv_events.port`"), "{without}");
 }

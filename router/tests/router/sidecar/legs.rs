@@ -219,8 +219,7 @@ fn sglang(answer: Action) -> impl Fn(&crate::harness::engine::ReceivedRequest) -
 
 #[tokio::test]
 async fn with_sglang_both_legs_are_sent_at_once_and_end_together() {
-    let token = json!({"id": "p", "object": "text_completion", "choices": [{"index": 0, "text": "a", "finish_reason": "length"}]});
-    let p = FakeEngine::always(Action::Hang).await.with_rule(sglang(Action::ReplyGated(token)));
+    let p = FakeEngine::always(Action::Hang).await.with_rule(sglang(Action::ReplyGated(Value::Null)));
     let d = FakeEngine::always(Action::Hang).await.with_rule(sglang(Action::StreamGated(2)));
     let sidecar = TestSidecar::with(&d, "kv-connector: sglang").await;
     let mut client = sidecar.begin(&named(&p), true).await;

@@ -162,14 +162,14 @@ async fn behind_the_router_a_pair_that_is_cancelled_computes_to_its_end_and_free
     running.abort();
 }
 
-/// After a restart of the prefill engine too: its identity is another one.
+/// Also after a restart of the prefill engine.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn behind_the_router_every_block_is_freed_after_a_storm_and_a_restart() {
     let engine = EnginePlan {
         prefill_rate: 20_000,
         decode_step: Duration::from_millis(1),
         blocks: 400,
-        // A prefill of an earlier identity may end as a lease.
+        // P's half of a pair whose D has not registered ends with its lease.
         lease: PATIENCE / 2,
         fetch_rate: 1_000,
         ..EnginePlan::default()
@@ -207,10 +207,7 @@ async fn behind_the_router_every_block_is_freed_after_a_storm_and_a_restart() {
             done.expect("no thread panics");
         }
         fleet.settled().await;
-        if round == 0 {
-            let log = fleet.fleet.log(Role::Prefill, 0).expect("it lives").page(0, usize::MAX).events;
-            assert!(log.iter().all(|event| event["reason"] != "lease_expired"));
-        }
+        // Another identity.
         fleet.fleet.restart(Role::Prefill, 0).expect("its port is free");
     }
     running.abort();

@@ -9,7 +9,7 @@
 //!
 //! Invariants:
 //! - Dropping a stream before its end resets it (`CANCEL`). The other streams of its connection go on.
-//! - No stream waits for another one: [`Http2Connection::open`] returns `None` on a full connection.
+//! - No stream waits for another one: [`MultiplexedConnection::open`] returns `None` on a full connection.
 //! - A reply that is not read holds its own window only. The connection's window is the sum of all of them.
 
 use std::future::poll_fn;
@@ -29,9 +29,9 @@ use hyper::{Response, StatusCode};
 
 use super::super::activity::EngineActivity;
 use super::super::connection_error::ConnectionError;
-use super::super::head::RequestHead;
+use super::super::head::EngineRequestHead;
 use super::super::reply_head::{self, ReplyHead, ReplyHeadError};
-use super::transport::Transport;
+use super::transport::EngineTransport;
 
 /// Maximum streams of one connection. Most servers allow as many; further requests open another connection.
 pub(super) const STREAMS_MAX: usize = 100;
@@ -52,13 +52,13 @@ const STREAM_ERRORS_MAX: usize = 100_000;
 
 /// A connection that several requests share. It closes when the last handle and stream are dropped.
 #[derive(Clone, Debug)]
-pub(in crate::engines::http) struct Http2Connection {
+pub(in crate::engines::http) struct MultiplexedConnection {
     sender: SendRequest<Bytes>,
-    state: Arc<ConnectionState>,
+    state: Arc<MultiplexState>,
 }
 
 #[derive(Debug)]
-struct ConnectionState {
+struct MultiplexState {
     scheme: Scheme,
     /// Streams in use.
     streams: AtomicUsize,
@@ -70,7 +70,7 @@ struct ConnectionState {
 /// The stream of one request.
 #[derive(Debug)]
 pub(super) struct Http2Stream {
-    connection: Http2Connection,
+    connection: MultiplexedConnection,
     phase: StreamPhase,
     status: StatusCode,
     /// Bytes that are left of the body, if its head contains a length.
@@ -86,14 +86,14 @@ enum StreamPhase {
     Done,
 }
 
-impl Http2Connection {
+impl MultiplexedConnection {
     /// Opens a connection over a byte stream, and waits for the engine's settings: they contain the stream limit, and
     /// show that the engine speaks HTTP/2.
     ///
     /// # Errors
     /// [`io::ErrorKind::Unsupported`]: the engine does not speak HTTP/2.
     pub(super) async fn start(
-        transport: Transport,
+        transport: EngineTransport,
         scheme: Scheme,
         lost_after: Duration,
         activity: &Arc<EngineActivity>,
@@ -108,7 +108,7 @@ impl Http2Connection {
         })
         .await?;
         activity.add_connection();
-        let state = Arc::new(ConnectionState {
+        let state = Arc::new(MultiplexState {
             scheme,
             streams: AtomicUsize::new(0),
             received: AtomicU64::new(0),
@@ -167,7 +167,7 @@ fn no_http2() -> io::Error {
 }
 
 /// Counts a connection until its task ends.
-struct OpenConnection(Arc<ConnectionState>);
+struct OpenConnection(Arc<MultiplexState>);
 
 impl Drop for OpenConnection {
     fn drop(&mut self) {
@@ -178,7 +178,11 @@ impl Drop for OpenConnection {
 /// Drives a connection to its end. All streams end with it.
 ///
 /// An engine that sends nothing for half of `lost_after` while it has requests gets a `PING`, and as long to answer it.
-async fn drive(mut connection: Connection<Transport, Bytes>, state: &ConnectionState, lost_after: Duration) {
+async fn drive(
+    mut connection: Connection<EngineTransport, Bytes>,
+    state: &MultiplexState,
+    lost_after: Duration,
+) {
     let ping = connection.ping_pong().filter(|_| !lost_after.is_zero());
     let Some(mut ping) = ping else {
         let _ = connection.await;
@@ -192,7 +196,7 @@ async fn drive(mut connection: Connection<Transport, Bytes>, state: &ConnectionS
 }
 
 /// Returns when the engine answers no `PING`.
-async fn silence(ping: &mut PingPong, state: &ConnectionState, within: Duration) {
+async fn silence(ping: &mut PingPong, state: &MultiplexState, within: Duration) {
     let received = || state.received.load(Ordering::Relaxed);
     loop {
         let before = received();
@@ -215,12 +219,16 @@ async fn silence(ping: &mut PingPong, state: &ConnectionState, within: Duration)
 }
 
 impl Http2Stream {
-    pub(super) fn connection(&self) -> &Http2Connection {
+    pub(super) fn connection(&self) -> &MultiplexedConnection {
         &self.connection
     }
 
     /// Begins a request. Pieces of its body are not copied, and are sent as the engine's windows allow.
-    pub(super) fn begin(&mut self, head: &RequestHead<'_>, body: &[Bytes]) -> Result<(), ConnectionError> {
+    pub(super) fn begin(
+        &mut self,
+        head: &EngineRequestHead<'_>,
+        body: &[Bytes],
+    ) -> Result<(), ConnectionError> {
         let head = head.http2(self.connection.state.scheme.clone())?;
         let last = body.iter().rposition(|piece| !piece.is_empty());
         // Whatever the error is, nothing was sent.

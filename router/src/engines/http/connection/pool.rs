@@ -3,7 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::http2::Http2Connection;
+use super::http2::MultiplexedConnection;
 use super::{Connection, Purpose};
 
 /// Maximum idle connections to one address. One engine batches no more requests.
@@ -19,12 +19,12 @@ pub(in crate::engines::http) struct IdleConnections(Mutex<OpenConnections>);
 struct OpenConnections {
     idle: Vec<Connection>,
     /// By purpose.
-    shared: [Vec<SharedConnection>; 2],
+    shared: [Vec<PooledConnection>; 2],
 }
 
 #[derive(Debug)]
-struct SharedConnection {
-    connection: Http2Connection,
+struct PooledConnection {
+    connection: MultiplexedConnection,
     /// The first check that found no streams, unless one was opened since.
     idle_since: Option<Instant>,
 }
@@ -89,7 +89,7 @@ impl IdleConnections {
         let Some(connection) = connection.shared() else { return };
         let shared = &mut self.lock().shared[purpose as usize];
         if shared.len() < SHARED_MAX {
-            shared.push(SharedConnection { connection, idle_since: None });
+            shared.push(PooledConnection { connection, idle_since: None });
         }
     }
 

@@ -5,12 +5,12 @@ use tokio_rustls::client::TlsStream;
 use tokio_util::either::Either;
 
 /// Either stream. Without TLS it costs a comparison.
-pub(in crate::engines::http) type Transport = Either<TcpStream, Box<TlsStream<TcpStream>>>;
+pub(in crate::engines::http) type EngineTransport = Either<TcpStream, Box<TlsStream<TcpStream>>>;
 
 /// The TCP socket.
-pub(in crate::engines::http) fn tcp(transport: &Transport) -> &TcpStream {
+pub(in crate::engines::http) fn tcp(transport: &EngineTransport) -> &TcpStream {
     match transport {
-        Transport::Left(stream) => stream,
-        Transport::Right(stream) => stream.get_ref().0,
+        EngineTransport::Left(stream) => stream,
+        EngineTransport::Right(stream) => stream.get_ref().0,
     }
 }

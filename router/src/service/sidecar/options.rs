@@ -9,6 +9,7 @@ use serde_json::json;
 use crate::config::{ListenTlsConfig, ProtocolSetting, RouterConfig, Scheme};
 
 pub use super::allow_list::AllowedPrefiller;
+pub use super::error::SidecarError;
 pub use super::settings::{SidecarSettings, UNSUPPORTED};
 
 /// Retries of a prefill leg, bounded by `attempts.prefill` of a router.
@@ -19,33 +20,6 @@ const RANKS_MAX: u16 = 256;
 const POOL_GROUP: &str = "inference.networking.k8s.io";
 /// The system's roots, where Debian, Alpine and Baton's image have them.
 const SYSTEM_ROOTS: &str = "/etc/ssl/certs/ca-certificates.crt";
-
-/// Why options are invalid.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum SidecarError {
-    /// llm-d's sidecar has the flag, and this one does not.
-    #[error("`--{name}` is not supported: {why}")]
-    Unsupported {
-        /// The flag.
-        name: String,
-        /// The missing part.
-        why: &'static str,
-    },
-    /// Neither has the key.
-    #[error("the configuration has an unknown key `{0}`")]
-    UnknownKey(String),
-    /// The YAML text is invalid.
-    #[error("the configuration: {0}")]
-    Yaml(String),
-    /// A value is invalid.
-    #[error("`--{flag}` {what}")]
-    Value {
-        /// The flag.
-        flag: &'static str,
-        /// The problem.
-        what: String,
-    },
-}
 
 /// How the engines exchange blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

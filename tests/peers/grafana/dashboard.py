@@ -1,4 +1,4 @@
-"""Checks the dashboard against Grafana's own types: see grafana.sh. Writes a TypeScript file that gives every part of
+"""Checks the dashboard against Grafana's own types: see run.sh. Writes a TypeScript file that gives every part of
 the dashboard its type.
 
 The types are those of the package `@grafana/schema`. Their enumerations become unions of the values that stand in a

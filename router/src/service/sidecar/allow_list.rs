@@ -5,7 +5,6 @@ use std::convert::Infallible;
 use std::net::IpAddr;
 use std::str::FromStr;
 
-use super::options::SidecarOptions;
 use crate::config::Cidr;
 
 /// The addresses of the Pods of an InferencePool.
@@ -38,45 +37,38 @@ impl AllowedPrefiller {
     }
 }
 
-impl SidecarOptions {
-    /// Whether a host may be a prefill engine. Without any list, every host may. With an InferencePool that is not known
-    /// yet, only listed hosts may.
-    pub(super) fn allows(&self, host: &str, pods: Option<&PodAddresses>) -> bool {
-        if self.allowed.is_empty() && self.inference_pool.is_none() {
-            return true;
-        }
-        let in_pool = || {
-            pods.is_some_and(|pods| {
-                host.parse().is_ok_and(|address: IpAddr| pods.contains(&address.to_canonical()))
-            })
-        };
-        self.allowed.iter().any(|allowed| allowed.contains(host)) || in_pool()
-    }
+/// Whether a host may be a prefill engine. Without any list, every host may. With an InferencePool that is not known
+/// yet, only listed hosts may.
+pub(super) fn allows(
+    listed: &[AllowedPrefiller],
+    has_pool: bool,
+    host: &str,
+    pods: Option<&PodAddresses>,
+) -> bool {
+    let is_pod = |pods: &PodAddresses| {
+        host.parse().is_ok_and(|address: IpAddr| pods.contains(&address.to_canonical()))
+    };
+    listed.is_empty() && !has_pool
+        || listed.iter().any(|allowed| allowed.contains(host))
+        || pods.is_some_and(is_pod)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::options::SidecarSettings;
     use super::*;
 
-    fn options(allowed: &[&str], pool: bool) -> SidecarOptions {
-        let settings = SidecarSettings {
-            allow_prefiller: Some(allowed.iter().map(|&text| text.to_owned()).collect()),
-            enable_ssrf_protection: Some(pool),
-            inference_pool: pool.then(|| "ns/pool".to_owned()),
-            ..SidecarSettings::default()
-        };
-        SidecarOptions::new(settings).expect("valid")
+    fn listed(hosts: &[&str]) -> Vec<AllowedPrefiller> {
+        hosts.iter().map(|host| host.parse().expect("every text is a host")).collect()
     }
 
     #[test]
     fn without_a_list_every_host_is_allowed() {
-        assert!(options(&[], false).allows("anywhere", None));
+        assert!(allows(&[], false, "anywhere", None));
     }
 
     #[test]
     fn listed_networks_and_names_are_allowed_and_nothing_else() {
-        let listed = options(&["10.1.0.0/16", "fd00::/8", "Prefill.svc"], false);
+        let listed = listed(&["10.1.0.0/16", "fd00::/8", "Prefill.svc"]);
         for (host, allowed) in [
             ("10.1.2.3", true),
             ("fd00::1", true),
@@ -89,15 +81,17 @@ mod tests {
             ("0x0a010203", false),
             ("10.1.515", false),
         ] {
-            assert_eq!(listed.allows(host, None), allowed, "{host}");
+            assert_eq!(allows(&listed, false, host, None), allowed, "{host}");
         }
     }
 
     #[test]
     fn the_pods_of_the_pool_are_allowed_once_they_are_known() {
         let pods = PodAddresses::from([IpAddr::from([10, 0, 0, 7])]);
-        let of_pool = options(&["extra"], true);
-        assert!(!of_pool.allows("10.0.0.7", None) && of_pool.allows("extra", None));
-        assert!(of_pool.allows("10.0.0.7", Some(&pods)) && !of_pool.allows("10.0.0.8", Some(&pods)));
+        let listed = listed(&["extra"]);
+        let in_pool = |host, pods| allows(&listed, true, host, pods);
+        assert!(!in_pool("10.0.0.7", None) && in_pool("extra", None));
+        assert!(in_pool("10.0.0.7", Some(&pods)) && !in_pool("10.0.0.8", Some(&pods)));
+        assert!(!allows(&[], true, "10.0.0.7", None), "a pool that is not known allows no engine");
     }
 }

@@ -5,19 +5,19 @@ use std::sync::Arc;
 use hyper::Method;
 use serde_json::json;
 
-use super::context::RequestContext;
-use super::{BodyRule, ClientService, end_stream};
+use super::pass::{PassedRequest, check_path};
+use super::{ROUTING_HEADERS, RoutingHeaders, SidecarListener, gateway_error};
 use crate::client::session::Session;
 use crate::exchange::client_request::ClientRequest;
 use crate::legs::request_error::RequestError;
 use crate::message::path::Dialect;
 use crate::metrics::Leg;
-use crate::sidecar::pass::{PassedRequest, check_path};
-use crate::sidecar::{ROUTING_HEADERS, RoutingHeaders, SidecarListener, gateway_error};
+use crate::service::context::RequestContext;
+use crate::service::{BodyRule, ClientService, end_stream};
 
 impl ClientService {
     /// Serves one request of a sidecar.
-    pub(super) async fn serve_beside_engine(
+    pub(in crate::service) async fn serve_beside_engine(
         &self,
         listener: &SidecarListener,
         session: &mut Session,

@@ -13,10 +13,12 @@
 //! - The prefill engine that a client names is checked against the allow-list, if there is one, before any byte is sent.
 
 mod allow_list;
+mod error;
 mod headers;
 pub(crate) mod options;
 pub(crate) mod pass;
 mod prefillers;
+mod serve;
 mod settings;
 
 use std::sync::Arc;
@@ -111,7 +113,8 @@ impl SidecarListener {
             return Ok(None);
         };
         let url = headers::engine_url(named, options.prefill_scheme)?;
-        if !options.allows(url.host(), pods.load().as_deref()) {
+        let has_pool = options.inference_pool.is_some();
+        if !allow_list::allows(&options.allowed, has_pool, url.host(), pods.load().as_deref()) {
             if let Some(held_back) = FORBIDDEN_LOG.allow() {
                 tracing::warn!(
                     event = "prefill_engine_forbidden", engine = %url, held_back,

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::options::SidecarError;
+use super::error::SidecarError;
 
 /// Flags and keys of llm-d that change nothing here, with the values that mean so, and what is missing otherwise. No
 /// value: every value is accepted.
