@@ -87,7 +87,7 @@ impl Permit {
         let buckets =
             meters.map(|meter| if kind == LimitKind::Requests { &meter.requests } else { &meter.tokens });
         if let Some(shared) = &mut self.shared {
-            match shared.limits.take(meters, kind, amount).await {
+            match Box::pin(shared.limits.take(meters, kind, amount)).await {
                 Ok(take) => {
                     // The router's own buckets follow, so that they are not full when the server fails.
                     let now = self.registry.now_ns();

@@ -195,7 +195,8 @@ impl Auth {
             (Credentials::Known(identity), _) => Ok(identity),
             (Credentials::Token(_), None) => Err(ApiError::unauthorized()),
             (Credentials::Token(token), Some(tokens)) => {
-                tokens.check(&token, &self.table.load_full(), registry).await
+                // Boxed, because requests with keys need no memory for it.
+                Box::pin(tokens.check(&token, &self.table.load_full(), registry)).await
             }
         }
     }

@@ -95,7 +95,8 @@ impl ClientService {
 
     async fn serve(&self, session: &mut Session, context: &mut RequestContext) -> Result<(), RequestError> {
         if let Some(listener) = &self.1 {
-            return self.serve_beside_engine(listener, session, context).await;
+            // Boxed, so that a router's requests have no memory for it.
+            return Box::pin(self.serve_beside_engine(listener, session, context)).await;
         }
         let head = session.req_header();
         let (method, uri) = (head.method.clone(), head.uri.clone());
@@ -155,9 +156,13 @@ impl ClientService {
         context: &mut RequestContext,
         mut request: ClientRequest,
     ) -> Result<(), RequestError> {
-        if let Err(gone) = race(session, request.tokenize(&context.generation.models)).await {
-            context.client.permit.iter_mut().for_each(Permit::return_tokens);
-            return Err(gone.into());
+        if context.generation.models.tokenizer(&request.model).is_some() {
+            // Boxed, because the response would keep its memory.
+            let ids = Box::pin(request.tokenize(&context.generation.models));
+            if let Err(gone) = race(session, ids).await {
+                context.client.permit.iter_mut().for_each(Permit::return_tokens);
+                return Err(gone.into());
+            }
         }
         let bounds = request.model.bounds;
         let until = bounds.request.and_then(|most| context.began().checked_add(most));

@@ -120,8 +120,7 @@ impl ExchangeDriver {
         );
         // A recomputed prompt has no third round.
         engine_request.early_handoff = request.model.handoff.early_handoff && self.retry.is_first_round();
-        let plain = engine_request.body.clone();
-        let mut tried: Vec<Arc<Engine>> = Vec::new();
+        let (mut tried, mut reads_turn) = (Vec::<Arc<Engine>>::new(), false);
         let mut last = Refusal::none_left();
         while tried.len() < usize::from(self.generation.config.attempts.prefill) {
             let selection = match self.selection.reserved_prefill.take() {
@@ -154,13 +153,13 @@ impl ExchangeDriver {
                 break;
             }
             let kept = if tried.is_empty() { self.take_turn(request) } else { None };
-            engine_request.body = match kept {
-                Some(kept) => self
-                    .protocol
-                    .prefill_body(&request.leg_input(&self.settlement.request), Link::Handoff(&kept)),
-                // A kept turn is read once.
-                None => plain.clone(),
-            };
+            // A kept turn is read once, so the next engine gets the body without it.
+            if kept.is_some() || std::mem::take(&mut reads_turn) {
+                let link = kept.as_deref().map_or(Link::None, Link::Handoff);
+                let leg = request.leg_input(&self.settlement.request);
+                engine_request.body = self.protocol.prefill_body(&leg, link);
+                reads_turn = kept.is_some();
+            }
             tried.push(Arc::clone(reservation.engine()));
             match self.attempt_prefill(session, request, reservation, &mut engine_request).await? {
                 PrefillAttempt::Responded(handoff) => return Ok(PrefillOutcome::Responded(handoff)),
