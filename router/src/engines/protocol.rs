@@ -98,9 +98,15 @@ pub(crate) trait Protocol: Send + Sync + fmt::Debug {
     fn check(&self, leg: &LegInput<'_>) -> Result<(), ApiError>;
 
     /// Whether the prefill engine writes the blocks, and only the end of its write frees the decode engine's blocks. Then
-    /// a prefill whose decode engine may hold blocks runs to its end, whatever happens to the request.
+    /// a prefill whose decode engine may hold blocks runs to its end, whatever happens to the request. An engine that
+    /// notifies the decode engine of a write that will not come ([`PushIdentity::ends_writes`]) needs no such write.
     fn write_frees_decode(&self) -> bool {
         false
+    }
+
+    /// Whether engines know the legs by the router's id. If not, only the end of its connection aborts a leg.
+    fn names_legs(&self, _leg: &LegInput<'_>) -> bool {
+        true
     }
 
     /// The body of the prefill leg.

@@ -114,6 +114,7 @@ impl ExchangeDriver {
                 model: None,
                 authorization: None,
                 ends_by_write: Arc::default(),
+                is_named: true,
             },
             attempts: Attempts::default(),
             selection: Selection::default(),
@@ -190,7 +191,7 @@ impl ExchangeDriver {
         let step = self.exchange(|exchange| exchange.apply(event, now));
         // The decode engine may hold blocks.
         let ends_decode = step.settlements.iter().any(|one| matches!(one, Settlement::AbortDecode(_)));
-        if ends_decode && self.protocol.write_frees_decode() {
+        if ends_decode && self.protocol.write_frees_decode() && !self.prefill.ends_writes {
             self.settlement.ends_by_write.store(true, Ordering::Relaxed);
         }
         for settlement in step.settlements {
@@ -288,5 +289,6 @@ impl ExchangeDriver {
 impl Drop for ExchangeDriver {
     fn drop(&mut self) {
         self.apply(Event::Dropped);
+        self.leave_turn();
     }
 }

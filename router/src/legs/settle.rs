@@ -74,6 +74,8 @@ pub(crate) struct Settler {
     /// Number of pending replies of abandoned prefills. Each has a connection; the limit is that of settlements at
     /// once.
     active_readers: AtomicUsize,
+    /// Number of cancelled prefills that are awaited for their write.
+    pending_writes: AtomicUsize,
     readers: TaskTracker,
     tasks: TaskTracker,
     runtime: tokio::runtime::Handle,
@@ -95,6 +97,8 @@ pub(crate) struct SettlementContext {
     /// A decode engine may hold blocks that only the prefill engine's write frees: the prefill runs to its end, and no
     /// release precedes its write.
     pub ends_by_write: Arc<AtomicBool>,
+    /// The engines know the legs by `request`.
+    pub is_named: bool,
 }
 
 impl SettlementContext {
@@ -107,6 +111,7 @@ impl SettlementContext {
     pub(crate) fn rename(&mut self, request: RequestId) {
         self.request = request;
         self.ends_by_write = Arc::default();
+        self.is_named = true;
     }
 }
 
@@ -213,6 +218,7 @@ impl Settler {
             terms: ArcSwap::from_pointee(terms),
             backlog: Mutex::default(),
             active_readers: AtomicUsize::new(0),
+            pending_writes: AtomicUsize::new(0),
             readers: TaskTracker::new(),
             tasks: TaskTracker::new(),
             runtime: tokio::runtime::Handle::current(),
@@ -343,7 +349,7 @@ impl Settler {
                 self.metrics.legs.count_settlement(result);
             }
             SettlementJob::Abort(engine, leg, context) => {
-                let result = self.abort_leg(&engine, &context.request, leg).await;
+                let result = self.abort_leg(&engine, &context, leg).await;
                 self.metrics.legs.count_settlement(result);
             }
         }
@@ -401,7 +407,7 @@ impl Settler {
                     (ReleaseMethod::Release, result)
                 }
                 // An engine maps a request id to the lease opened for that request.
-                None => (ReleaseMethod::Abort, self.send_abort(engine, &context.request, Leg::Prefill).await),
+                None => (ReleaseMethod::Abort, self.send_abort(engine, context, Leg::Prefill).await),
             };
             if result != SettlementResult::Unsupported {
                 return (via, result);
@@ -425,25 +431,35 @@ impl Settler {
         (ReleaseMethod::Lease, SettlementResult::Unsupported)
     }
 
-    async fn abort_leg(&self, engine: &Arc<Engine>, request: &RequestId, leg: Leg) -> SettlementResult {
+    async fn abort_leg(
+        &self,
+        engine: &Arc<Engine>,
+        context: &SettlementContext,
+        leg: Leg,
+    ) -> SettlementResult {
         let begun = Instant::now();
-        let result = self.send_abort(engine, request, leg).await;
+        let result = self.send_abort(engine, context, leg).await;
         if result == SettlementResult::Confirmed {
             self.metrics.record_abort_propagation(leg, begun.elapsed());
             for pause in engine.protocol().abort_repeats() {
                 tokio::time::sleep(*pause).await;
-                self.send_abort(engine, request, leg).await;
+                self.send_abort(engine, context, leg).await;
             }
         }
         result
     }
 
     /// Aborts by request id, if the engine may have the verb.
-    async fn send_abort(&self, engine: &Arc<Engine>, request: &RequestId, leg: Leg) -> SettlementResult {
-        if !may_support(engine, Verb::Abort) {
+    async fn send_abort(
+        &self,
+        engine: &Arc<Engine>,
+        context: &SettlementContext,
+        leg: Leg,
+    ) -> SettlementResult {
+        if !may_support_abort(engine, context) {
             return SettlementResult::Unsupported;
         }
-        let message = request_of(engine.protocol().abort(request, leg), request);
+        let message = request_of(engine.protocol().abort(&context.request, leg), &context.request);
         self.send_with_retries(engine, Verb::Abort, &message).await
     }
 
@@ -499,6 +515,11 @@ fn log_failed_try(engine: &Engine, message: &EngineRequest, left: u16, error: &s
 /// The pauses between attempts.
 fn retry_pauses() -> impl Iterator<Item = Duration> {
     std::iter::successors(Some(PAUSE), |pause| Some((*pause * 2).min(PAUSE_MAX)))
+}
+
+/// Whether an engine may abort a leg of the request by its id.
+fn may_support_abort(engine: &Engine, context: &SettlementContext) -> bool {
+    context.is_named && may_support(engine, Verb::Abort)
 }
 
 /// Whether an engine may have a verb, according to its configuration and its earlier answers.

@@ -133,7 +133,7 @@ impl Features {
         if needs.ids || features.block_root.is_some() {
             let prompt = input.body.field("prompt").filter(|prompt| is_token_ids(prompt));
             if let Some(ids) = prompt.and_then(|prompt| serde_json::from_slice(prompt).ok()) {
-                features.set_prompt_ids(PromptIds::exact(ids), config);
+                features.set_prompt_ids(PromptIds::of_prompt(ids, input.body), config);
             }
         }
         features

@@ -44,6 +44,13 @@ pub(crate) fn without_params(bytes: Bytes) -> Bytes {
     out.freeze()
 }
 
+/// The last value of `kv_transfer_params` in whole JSON, or in whole frames of a stream.
+pub(crate) fn last_params(bytes: &[u8]) -> Option<&[u8]> {
+    let found = PARAMS.find_iter(bytes).filter_map(|at| value_start(bytes, at + PARAMS.needle().len()));
+    let start = found.last()?;
+    Some(&bytes[start..value_end(bytes, start)])
+}
+
 /// The start of the value behind a name, if it is a name.
 fn value_start(bytes: &[u8], at: usize) -> Option<usize> {
     let blank = |at: usize| at + bytes[at..].iter().take_while(|byte| byte.is_ascii_whitespace()).count();

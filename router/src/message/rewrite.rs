@@ -18,7 +18,9 @@ const INTERNAL_FIELDS: [&str; 3] = ["kv_transfer_params", "ec_transfer_params", 
 
 /// Removed at the top and inside [`EXTENSIONS`]. The first three name a request inside an engine, which only the
 /// router may do. The others choose engines, ranks and handles (vLLM, SGLang, TensorRT-LLM, Dynamo).
-const INTERNAL_TOP_FIELDS: [&str; 17] = [
+const INTERNAL_TOP_FIELDS: [&str; 18] = [
+    // The router decides which decode engine may decline a request.
+    "cache_hit_threshold",
     "request_id",
     "rid",
     "abort_immediately",

@@ -9,7 +9,7 @@
 use bytes::{Bytes, BytesMut};
 use serde_json::{Map, Value};
 
-use crate::message::sse;
+use crate::message::{handoff_params, sse};
 
 /// Most bytes of a whole reply that is parsed, and most tokens of a kept turn: those of a context of a million tokens.
 const REPLY_BYTES_MAX: usize = 16 << 20;
@@ -29,6 +29,15 @@ pub(crate) struct TurnRecorder {
     is_incomplete: bool,
 }
 
+/// What an ended response leaves at its engine.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum KeptBlocks {
+    /// Their tokens are known.
+    Turn(EndedTurn),
+    /// No request may read them: the transfer parameters of their release.
+    Unknown(String),
+}
+
 /// The turn of an ended response.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct EndedTurn {
@@ -36,6 +45,8 @@ pub(crate) struct EndedTurn {
     pub tokens: Box<[u32]>,
     /// The transfer parameters of the next prefill leg.
     pub params: String,
+    /// The engine id of the process that keeps the blocks.
+    pub engine: String,
 }
 
 impl TurnRecorder {
@@ -43,11 +54,20 @@ impl TurnRecorder {
         Self { prompt: None, output: Vec::new(), params: None, keeps_ids, is_incomplete: false }
     }
 
+    /// Reads the transfer parameters only: of a whole reply, or of whole frames. The tokens stay unknown.
+    pub(crate) fn read_params(&mut self, bytes: &[u8]) {
+        let params = handoff_params::last_params(bytes).and_then(|value| serde_json::from_slice(value).ok());
+        if params.is_some() {
+            self.params = params;
+        }
+    }
+
     /// Reads a whole reply and returns the client's.
     pub(crate) fn read_whole(&mut self, reply: Bytes) -> Bytes {
         let fields = (reply.len() <= REPLY_BYTES_MAX).then(|| serde_json::from_slice(&reply).ok()).flatten();
         let Some(mut fields) = fields else {
             self.is_incomplete = true;
+            self.read_params(&reply);
             return reply;
         };
         self.read(&mut fields);
@@ -117,29 +137,32 @@ impl TurnRecorder {
         }
     }
 
-    /// The turn, if the engine keeps blocks whose tokens are all known.
-    pub(crate) fn finish(self) -> Option<EndedTurn> {
-        let (Some(mut tokens), Some(params), false) = (self.prompt, self.params, self.is_incomplete) else {
-            return None;
-        };
-        tokens.extend(self.output);
-        let is_text = |name: &str| params[name].as_str().is_some_and(|text| !text.is_empty());
-        let names_blocks = ["remote_engine_id", "remote_request_id", "remote_host"]
-            .into_iter()
-            .all(|name| params.contains_key(name) && is_text(name));
+    /// The blocks that the engine keeps.
+    pub(crate) fn finish(self) -> Option<KeptBlocks> {
+        let Self { prompt, output, params, is_incomplete, .. } = self;
+        let params = params?;
+        let text = |name: &str| params.get(name).and_then(Value::as_str).filter(|text| !text.is_empty());
+        let engine = text("remote_engine_id")?.to_owned();
+        let names_blocks = text("remote_request_id").is_some() && text("remote_host").is_some();
         let is_set = |name: &str| params.get(name).is_some_and(|value| *value == Value::Bool(true));
         let has_blocks =
             params.get("remote_block_ids").and_then(Value::as_array).is_some_and(|ids| !ids.is_empty());
-        let kept = params.get("remote_num_tokens").and_then(Value::as_u64)?;
-        let kept = usize::try_from(kept).ok().filter(|kept| (1..=tokens.len()).contains(kept))?;
-        let is_usable =
+        let is_kept =
             names_blocks && has_blocks && is_set("do_remote_decode") && !is_set("do_remote_prefill");
+        let kept = params.get("remote_num_tokens").and_then(Value::as_u64);
         let params = Value::Object(params).to_string();
-        if !is_usable || params.len() > PARAMS_BYTES_MAX {
+        if !is_kept || params.len() > PARAMS_BYTES_MAX {
             return None;
         }
-        tokens.truncate(kept);
-        Some(EndedTurn { tokens: tokens.into(), params })
+        let kept = kept.and_then(|kept| usize::try_from(kept).ok());
+        Some(match (prompt.filter(|_| !is_incomplete), kept) {
+            (Some(mut tokens), Some(kept)) if (1..=tokens.len() + output.len()).contains(&kept) => {
+                tokens.extend(output);
+                tokens.truncate(kept);
+                KeptBlocks::Turn(EndedTurn { tokens: tokens.into(), params, engine })
+            }
+            _ => KeptBlocks::Unknown(params),
+        })
     }
 }
 
@@ -194,16 +217,24 @@ mod tests {
         })
     }
 
-    fn whole(reply: &Value, keeps_ids: bool) -> (Value, Option<EndedTurn>) {
+    fn whole(reply: &Value, keeps_ids: bool) -> (Value, Option<KeptBlocks>) {
         let mut recorder = TurnRecorder::new(keeps_ids);
         let out = recorder.read_whole(reply.to_string().into());
         (serde_json::from_slice(&out).expect("JSON"), recorder.finish())
     }
 
+    fn turn(blocks: Option<KeptBlocks>) -> EndedTurn {
+        match blocks {
+            Some(KeptBlocks::Turn(turn)) => turn,
+            other => panic!("no turn: {other:?}"),
+        }
+    }
+
     #[test]
     fn a_whole_reply_has_the_tokens_of_the_kept_blocks_and_the_client_gets_none() {
-        let (sent, turn) = whole(&chat(&params(4)), false);
-        let turn = turn.expect("a turn");
+        let (sent, blocks) = whole(&chat(&params(4)), false);
+        let turn = turn(blocks);
+        assert_eq!(turn.engine, "d-1");
         assert_eq!(&*turn.tokens, [1, 2, 3, 7], "the last token has no key and value yet");
         assert_eq!(serde_json::from_str::<Value>(&turn.params).expect("JSON"), params(4));
         assert_eq!((sent.get("prompt_token_ids"), &sent["kv_transfer_params"]), (None, &Value::Null));
@@ -230,42 +261,61 @@ mod tests {
         let out = std::str::from_utf8(&out).expect("text");
         assert!(!out.contains("token_ids") && !out.contains("remote_"), "{out}");
         assert!(out.ends_with("data: [DONE]\n\n"), "{out}");
-        assert_eq!(&*recorder.finish().expect("a turn").tokens, [1, 2, 3, 7]);
+        assert_eq!(&*turn(recorder.finish()).tokens, [1, 2, 3, 7]);
+    }
+
+    fn changed(change: &dyn Fn(&mut Value)) -> Option<KeptBlocks> {
+        let mut reply = chat(&params(4));
+        change(&mut reply);
+        whole(&reply, false).1
     }
 
     #[test]
-    fn unknown_tokens_and_unusable_parameters_keep_no_turn() {
-        let changed = |change: &dyn Fn(&mut Value)| {
-            let mut reply = chat(&params(4));
-            change(&mut reply);
-            whole(&reply, false).1
-        };
-        let set = |name: &'static str, value: Value| {
-            changed(&move |reply| reply["kv_transfer_params"][name] = value.clone())
-        };
+    fn parameters_without_blocks_leave_nothing() {
         for (name, value) in [
             ("do_remote_decode", json!(false)),
             ("do_remote_prefill", json!(true)),
-            ("remote_num_tokens", json!(0)),
-            ("remote_num_tokens", json!(6)),
-            ("remote_num_tokens", Value::Null),
             ("remote_block_ids", json!([])),
             ("remote_engine_id", json!("")),
             ("remote_host", json!(7)),
         ] {
-            assert_eq!(set(name, value), None, "{name}");
+            let set = |reply: &mut Value| reply["kv_transfer_params"][name] = value.clone();
+            assert_eq!(changed(&set), None, "{name}");
         }
+        assert_eq!(changed(&|reply| reply["kv_transfer_params"] = json!("x")), None);
+    }
+
+    #[test]
+    fn blocks_without_all_their_tokens_can_be_released_only() {
+        let count = |count: Value| {
+            move |reply: &mut Value| reply["kv_transfer_params"]["remote_num_tokens"] = count.clone()
+        };
         for change in [
-            (&|reply: &mut Value| reply["prompt_token_ids"] = json!([1, -2])) as &dyn Fn(&mut Value),
+            &count(json!(0)) as &dyn Fn(&mut Value),
+            &count(json!(6)),
+            &count(Value::Null),
+            &|reply| reply["prompt_token_ids"] = json!([1, -2]),
             &|reply| drop(reply.as_object_mut().expect("an object").remove("prompt_token_ids")),
             &|reply| drop(reply["choices"][0].as_object_mut().expect("an object").remove("token_ids")),
             &|reply| {
                 reply["choices"] = json!([{"text": "a", "token_ids": [1]}, {"text": "b", "token_ids": [1]}])
             },
-            &|reply| reply["kv_transfer_params"] = json!("x"),
         ] {
-            assert_eq!(changed(change), None);
+            let blocks = changed(change);
+            assert!(matches!(blocks, Some(KeptBlocks::Unknown(_))), "{blocks:?}");
         }
+    }
+
+    /// Of a Responses stream, whose tokens are not read.
+    #[test]
+    fn the_parameters_of_a_last_event_release_its_blocks() {
+        let mut recorder = TurnRecorder::new(false);
+        recorder
+            .read_params(b"event: response.created\ndata: {\"response\":{\"kv_transfer_params\":null}}\n\n");
+        let last = json!({"response": {"id": "resp_1", "kv_transfer_params": params(4), "output": []}});
+        recorder.read_params(format!("event: response.completed\ndata: {last}\n\n").as_bytes());
+        recorder.read_params(b"data: [DONE]\n\n");
+        assert_eq!(recorder.finish(), Some(KeptBlocks::Unknown(params(4).to_string())));
     }
 
     #[test]

@@ -29,7 +29,7 @@ use crate::config::TokenizeConfig;
 use crate::engines::health::Standing;
 use crate::engines::http::{Engine, EngineRequest};
 use crate::message::payload::Payload;
-use crate::message::prompt_ids::PromptIds;
+use crate::message::prompt_ids::{PromptIds, keeps_prompt};
 use crate::message::rewrite::ModelName;
 use crate::metrics::Leg;
 use crate::metrics::routing::{TokenizeMetrics, TokenizeResult};
@@ -58,8 +58,6 @@ const CHAT_FIELDS: [&str; 8] = [
 const TEXT_FIELDS: [&str; 2] = ["prompt", "add_special_tokens"];
 /// Fields that a render path does not need: they change no token, or are refused without a stream.
 const UNRENDERED_FIELDS: [&str; 4] = ["cache_salt", "priority", "stream_options", "user"];
-/// With this field an engine computes fewer tokens than the text has.
-const TRUNCATE: &str = "truncate_prompt_tokens";
 
 /// The tokenizer of one model.
 pub(crate) struct Tokenizer {
@@ -271,6 +269,6 @@ impl TokenQuestion<'_> {
 
     /// Whether an engine computes exactly the ids that it returns in this form.
     fn is_exact(&self, form: TokenForm) -> bool {
-        form.renders() || (form == TokenForm::TokenizeText && !self.body.has(TRUNCATE))
+        form.renders() || (form == TokenForm::TokenizeText && keeps_prompt(self.body))
     }
 }

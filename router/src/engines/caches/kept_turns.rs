@@ -3,8 +3,10 @@
 //! A turn is found by its owner and by its tokens: all of them must begin the prompt. Blocks of 16 tokens are hashed in a
 //! chain, so a lookup compares few turns token by token. A turn is used once, because its engine frees the blocks at the
 //! first read and does not refuse a second one.
+//!
+//! A full table gives up the oldest turn of the owner with the most turns, so no owner displaces the others.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::{Duration, Instant};
 
 use crate::message::block_chain::{self, BlockKeys};
@@ -27,62 +29,113 @@ pub(crate) struct TurnOwner {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct KeptTurn<R> {
     pub owner: TurnOwner,
+    /// Empty if a prefill engine may still read the blocks: no other request may.
     pub tokens: Box<[u32]>,
     pub params: String,
+    /// The engine id of the process that keeps the blocks.
+    pub engine: String,
     pub release: R,
 }
+
+/// The end of a turn, and its place among turns of the same time.
+type TurnKey = (Instant, u64);
 
 /// The kept turns.
 #[derive(Debug)]
 pub(crate) struct KeptTurns<R> {
     /// In the order of their ends.
-    turns: BTreeMap<(Instant, u64), KeptTurn<R>>,
-    by_link: HashMap<u64, Vec<(Instant, u64)>>,
+    turns: BTreeMap<TurnKey, KeptTurn<R>>,
+    by_link: HashMap<u64, Vec<TurnKey>>,
+    by_owner: HashMap<TurnOwner, BTreeSet<TurnKey>>,
     tokens: usize,
     next: u64,
 }
 
 impl<R> Default for KeptTurns<R> {
     fn default() -> Self {
-        Self { turns: BTreeMap::new(), by_link: HashMap::new(), tokens: 0, next: 0 }
+        Self { turns: BTreeMap::new(), by_link: HashMap::new(), by_owner: HashMap::new(), tokens: 0, next: 0 }
     }
 }
 
 impl<R> KeptTurns<R> {
-    /// Adds a turn that ends `within`. Returns the turns that are no longer kept: those that ended, those that a full table
-    /// has no place for, and the turn itself if it is too short or too long.
+    /// Adds a turn that ends `within`. Returns the turns that are no longer kept: those that ended, an equal one, those
+    /// that a full table has no place for, and the turn itself if it is too short or too long.
     pub(crate) fn add(&mut self, turn: KeptTurn<R>, within: Duration, now: Instant) -> Vec<KeptTurn<R>> {
         let mut ended = self.expire(now);
         let Some(link) = last_link(&turn).filter(|_| turn.tokens.len() <= TOKENS_MAX) else {
             ended.push(turn);
             return ended;
         };
-        while self.turns.len() >= TURNS_MAX || self.tokens + turn.tokens.len() > TOKENS_MAX {
-            let Some(key) = self.turns.keys().next().copied() else { break };
-            ended.extend(self.remove(key));
+        let is_equal = |key: &&TurnKey| {
+            self.turns.get(key).is_some_and(|known| known.owner == turn.owner && known.tokens == turn.tokens)
+        };
+        let equal = self.by_link.get(&link).and_then(|keys| keys.iter().find(is_equal)).copied();
+        ended.extend(equal.and_then(|key| self.remove(key)));
+        self.make_room(turn.tokens.len(), &mut ended);
+        let key = self.insert(turn, within, now);
+        self.by_link.entry(link).or_default().push(key);
+        ended
+    }
+
+    /// Keeps a turn that a prefill engine may still read until it can be released. Returns the turns that are no longer
+    /// kept.
+    pub(crate) fn add_spent(
+        &mut self,
+        turn: KeptTurn<R>,
+        within: Duration,
+        now: Instant,
+    ) -> Vec<KeptTurn<R>> {
+        let mut ended = self.expire(now);
+        self.make_room(0, &mut ended);
+        self.insert(KeptTurn { tokens: Box::default(), ..turn }, within, now);
+        ended
+    }
+
+    /// Gives up turns until one of `tokens` fits. Those that may still be read are left to their engine.
+    fn make_room(&mut self, tokens: usize, ended: &mut Vec<KeptTurn<R>>) {
+        while self.turns.len() >= TURNS_MAX || self.tokens + tokens > TOKENS_MAX {
+            let most = self.by_owner.values().max_by_key(|keys| keys.len());
+            let Some(key) = most.and_then(BTreeSet::first).copied() else { break };
+            ended.extend(self.remove(key).filter(|turn| !turn.tokens.is_empty()));
         }
+    }
+
+    fn insert(&mut self, turn: KeptTurn<R>, within: Duration, now: Instant) -> TurnKey {
         let key = (now + within, self.next);
         self.next += 1;
         self.tokens += turn.tokens.len();
-        self.by_link.entry(link).or_default().push(key);
+        self.by_owner.entry(turn.owner.clone()).or_default().insert(key);
         self.turns.insert(key, turn);
-        ended
+        key
     }
 
     /// Takes the longest turn that begins the prompt.
     pub(crate) fn take(&mut self, owner: &TurnOwner, prompt: &[u32], now: Instant) -> Option<KeptTurn<R>> {
-        if self.turns.is_empty() {
+        if !self.by_owner.contains_key(owner) {
             return None;
         }
         let links = links_of(owner, prompt);
-        let begins = |key: &(Instant, u64)| {
+        let begins = |key: &TurnKey| {
             let turn = self.turns.get(key)?;
-            let fits = key.0 > now && turn.owner == *owner && prompt.starts_with(&turn.tokens);
+            // The tokens behind the last link first: turns with one link differ there.
+            let tail = turn.tokens.len() / LINK_TOKENS * LINK_TOKENS;
+            let fits = key.0 > now
+                && turn.owner == *owner
+                && prompt.get(tail..)?.starts_with(&turn.tokens[tail..])
+                && prompt.starts_with(&turn.tokens);
             fits.then_some((turn.tokens.len(), *key))
         };
         let found =
             links.iter().rev().find_map(|link| self.by_link.get(link)?.iter().filter_map(begins).max());
         found.and_then(|(_, key)| self.remove(key))
+    }
+
+    /// Removes the turns of an engine's process, but for those that may still be read.
+    pub(crate) fn remove_engine(&mut self, engine: &str) -> Vec<KeptTurn<R>> {
+        let of_engine =
+            |(_, turn): &(&TurnKey, &KeptTurn<R>)| turn.engine == engine && !turn.tokens.is_empty();
+        let found: Vec<_> = self.turns.iter().filter(of_engine).map(|(key, _)| *key).collect();
+        found.into_iter().filter_map(|key| self.remove(key)).collect()
     }
 
     /// Removes the turns that have ended.
@@ -91,18 +144,24 @@ impl<R> KeptTurns<R> {
         ended.into_iter().filter_map(|key| self.remove(key)).collect()
     }
 
-    /// Removes all turns.
+    /// Removes all turns. Returns those that no prefill engine reads.
     pub(crate) fn clear(&mut self) -> Vec<KeptTurn<R>> {
-        std::mem::take(self).turns.into_values().collect()
+        std::mem::take(self).turns.into_values().filter(|turn| !turn.tokens.is_empty()).collect()
     }
 
     pub(crate) fn len(&self) -> usize {
         self.turns.len()
     }
 
-    fn remove(&mut self, key: (Instant, u64)) -> Option<KeptTurn<R>> {
+    fn remove(&mut self, key: TurnKey) -> Option<KeptTurn<R>> {
         let turn = self.turns.remove(&key)?;
         self.tokens -= turn.tokens.len();
+        if let Some(keys) = self.by_owner.get_mut(&turn.owner) {
+            keys.remove(&key);
+            if keys.is_empty() {
+                self.by_owner.remove(&turn.owner);
+            }
+        }
         if let Some(link) = last_link(&turn)
             && let Some(keys) = self.by_link.get_mut(&link)
         {
@@ -140,7 +199,8 @@ mod tests {
     }
 
     fn turn(owner: TurnOwner, tokens: &[u32]) -> KeptTurn<u32> {
-        KeptTurn { owner, tokens: tokens.into(), params: format!("{}", tokens.len()), release: 0 }
+        let engine = "d-1".to_owned();
+        KeptTurn { owner, tokens: tokens.into(), params: format!("{}", tokens.len()), engine, release: 0 }
     }
 
     fn count(to: u32) -> Vec<u32> {
@@ -160,7 +220,7 @@ mod tests {
         assert_eq!(taken(&count(50)), Some(16));
         assert_eq!(taken(&count(50)), None, "64 tokens do not begin a prompt of 50");
         assert_eq!(taken(&count(64)), Some(64));
-        assert_eq!((turns.len(), turns.tokens, turns.by_link.len()), (0, 0, 0));
+        assert_eq!((turns.len(), turns.tokens, turns.by_link.len(), turns.by_owner.len()), (0, 0, 0, 0));
     }
 
     #[test]
@@ -199,5 +259,44 @@ mod tests {
         let evicted = turns.add(turn(owner("m", None), &count(40)), WITHIN, now + step * TURNS_MAX as u32);
         assert_eq!(evicted, [turn(owner("m", None), &[0; 16])]);
         assert_eq!((turns.len(), turns.clear().len(), turns.len()), (TURNS_MAX, TURNS_MAX, 0));
+    }
+
+    #[test]
+    fn an_equal_turn_replaces_the_older_one() {
+        let (mut turns, now) = (KeptTurns::default(), Instant::now());
+        let named =
+            |params: &str| KeptTurn { params: params.to_owned(), ..turn(owner("m", None), &count(40)) };
+        turns.add(named("older"), WITHIN, now);
+        assert_eq!(turns.add(named("newer"), WITHIN, now), [named("older")]);
+        assert_eq!(turns.take(&owner("m", None), &count(60), now), Some(named("newer")));
+        assert_eq!(turns.len(), 0);
+    }
+
+    #[test]
+    fn the_owner_with_the_most_turns_makes_room() {
+        let (mut turns, now) = (KeptTurns::default(), Instant::now());
+        turns.add(turn(owner("m", Some("few")), &count(40)), WITHIN, now);
+        for at in 1..TURNS_MAX as u32 {
+            turns.add(turn(owner("m", Some("many")), &[at; 16]), WITHIN, now);
+        }
+        for at in 0..100 {
+            let given_up = turns.add(turn(owner("m", Some("many")), &[9_000 + at; 16]), WITHIN, now);
+            assert_eq!(given_up, [turn(owner("m", Some("many")), &[1 + at; 16])]);
+        }
+        assert!(turns.take(&owner("m", Some("few")), &count(40), now).is_some());
+    }
+
+    #[test]
+    fn a_spent_turn_is_read_by_no_request_and_returned_at_its_end_only() {
+        let (mut turns, now) = (KeptTurns::default(), Instant::now());
+        let spent = KeptTurn { tokens: Box::default(), ..turn(owner("m", None), &count(40)) };
+        turns.add_spent(turn(owner("m", None), &count(40)), WITHIN, now);
+        turns.add(turn(owner("m", None), &count(32)), WITHIN, now);
+        assert_eq!(turns.remove_engine("d-2"), []);
+        assert_eq!(turns.remove_engine("d-1"), [turn(owner("m", None), &count(32))]);
+        assert_eq!((turns.take(&owner("m", None), &count(60), now), turns.len()), (None, 1));
+        assert_eq!(turns.expire(now + WITHIN), [spent]);
+        turns.add_spent(turn(owner("m", None), &count(40)), WITHIN, now);
+        assert_eq!((turns.clear(), turns.len()), (Vec::new(), 0));
     }
 }

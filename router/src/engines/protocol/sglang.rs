@@ -113,6 +113,11 @@ impl Protocol for Sglang {
         Ok(())
     }
 
+    /// Responses and Messages have no `rid`, and each prompt of a list has one of the engine's own.
+    fn names_legs(&self, leg: &LegInput<'_>) -> bool {
+        matches!(leg.dialect, Dialect::OpenAi(_)) && leg.prompts <= 1
+    }
+
     fn prefill_body(&self, leg: &LegInput<'_>, link: Link<'_>) -> Payload {
         body(leg, link, Leg::Prefill)
     }
@@ -173,7 +178,6 @@ fn body(leg: &LegInput<'_>, link: Link<'_>, of: Leg) -> Payload {
         added.push(("bootstrap_port", port.as_bytes()));
         added.push(("bootstrap_room", room.as_bytes()));
     }
-    // Responses and Messages have no such field: the end of the connection aborts them.
     if matches!(leg.dialect, Dialect::OpenAi(_)) {
         added.push(("rid", rid.as_bytes()));
     }

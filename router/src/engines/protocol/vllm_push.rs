@@ -7,6 +7,9 @@
 //! - A missing `tp_size` ends the decode engine (`push_scheduler.py`).
 //! - The end of the write frees the blocks of both engines. A decode engine whose request was cancelled keeps its blocks
 //!   until then, without a time limit. So the prefill leg of a cancelled pair runs to its end.
+//!
+//! `BatonPushConnector` (connector/vllm) notifies the decode engine of a write that will not come, and its replies have
+//! `remote_ends_writes`. There the prefill leg of a cancelled pair is aborted.
 
 use baton_connector::RequestId;
 use serde::{Deserialize, Serialize};
@@ -26,6 +29,9 @@ pub(crate) struct PushIdentity {
     pp_size: u32,
     #[serde(default = "one")]
     dcp_size: u32,
+    /// The engine notifies the decode engine of a write that will not come.
+    #[serde(default, rename = "remote_ends_writes", skip_serializing)]
+    pub(crate) ends_writes: bool,
     #[serde(skip_serializing)]
     transfer_mode: String,
 }
@@ -76,6 +82,7 @@ mod tests {
             "remote_block_ids": [[1, 2]], "remote_prefill_cached_tokens": 0,
         });
         let identity = PushIdentity::read(&reply.to_string()).expect("an identity");
+        assert!(!identity.ends_writes, "stock engines do not");
         let request = RequestId::new("r-1").expect("an id");
         let params: Value = serde_json::from_str(&identity.decode_params(&request)).expect("JSON");
         assert_eq!(

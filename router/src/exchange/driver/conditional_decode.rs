@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use baton_connector::exchange::Event;
+use baton_connector::exchange::{Event, SettlementCause};
 
 use super::decode::{DecodeOutcome, DecodeRequest, HandoffAfterError};
 use super::selection::EngineSelection;
@@ -31,9 +31,12 @@ impl ExchangeDriver {
     ) -> Result<Option<DecodeResponse>, RequestError> {
         let threshold = request.model.disaggregate.cache_hit_threshold;
         let is_openai = matches!(request.dialect, Dialect::OpenAi(_));
-        let Some(share) = threshold.filter(|_| is_openai && self.would_disaggregate(request)) else {
+        let Some(share) = threshold.filter(|_| is_openai && self.would_disaggregate(request).is_some())
+        else {
             return Ok(None);
         };
+        // A prefill engine is chosen for the decode engine of the next attempt.
+        self.selection.reserved_prefill = None;
         let Some(reservation) = self.selection.reserved.take() else { return Ok(None) };
         let engine = Arc::clone(reservation.engine());
         let (protocol, id) = (self.protocol, self.settlement.request.clone());
@@ -56,7 +59,16 @@ impl ExchangeDriver {
             }
             DecodeOutcome::Refused(refusal) => return Err(RequestError::Refused(refusal)),
             DecodeOutcome::Failed { class: ErrorClass::PrefixMissing, .. } => Vec::new(),
-            DecodeOutcome::Failed { .. } => vec![engine],
+            DecodeOutcome::Failed { refusal, reached, .. } => {
+                // The legs that follow are a retry.
+                if !self.take_retry(session, Leg::Decode, 1).await? {
+                    let unreached = SettlementCause::DecodeUnreachable;
+                    let cause = if reached { SettlementCause::DecodeFailed } else { unreached };
+                    self.apply(Event::ExhaustedFor(cause));
+                    return Err(RequestError::Refused(refusal));
+                }
+                vec![engine]
+            }
         };
         match self.select_decode(session, request, &tried).await {
             Ok(EngineSelection::Engine(reserved)) => self.selection.reserved = Some(reserved),

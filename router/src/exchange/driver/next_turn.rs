@@ -6,10 +6,14 @@
 //! turn 2: the prompt begins with exactly these tokens ─▶ P gets the parameters, reads D's blocks, and D frees them
 //! no turn 2 in time, or the router ends ─▶ a prefill engine refuses a request with the parameters, and D frees them
 //! ```
+//!
+//! A release while a prefill engine reads would free blocks that are being read. So a turn whose read has an unknown end
+//! is released only after the time of a kept turn. Blocks whose tokens are unknown are released at once.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use baton_connector::exchange::Failure;
 use baton_openai::Endpoint;
 use bytes::Bytes;
 use hyper::header::HeaderValue;
@@ -17,26 +21,33 @@ use hyper::header::HeaderValue;
 use super::ExchangeDriver;
 use crate::engines::caches::kept_turns::{KeptTurn, TurnOwner};
 use crate::exchange::client_request::ClientRequest;
+use crate::legs::prefill::PrefillResult;
 use crate::legs::settle::TurnRelease;
 use crate::message::handoff_params::with_prompt_ids;
 use crate::message::path::Dialect;
-use crate::message::turn::TurnRecorder;
+use crate::message::turn::{EndedTurn, KeptBlocks, TurnRecorder};
 use crate::metrics::KeptTurnEnd;
 use crate::state::shared::{Shared, TurnClaim};
+
+/// How long a turn is kept for its release if the model no longer keeps turns.
+const SPENT_FOR: Duration = Duration::from_secs(60);
 
 /// Records one response.
 pub(super) struct TurnRecording {
     recorder: TurnRecorder,
-    owner: TurnOwner,
+    /// `None` if no request may read the blocks.
+    owner: Option<TurnOwner>,
     authorization: Option<HeaderValue>,
 }
 
 impl ExchangeDriver {
     /// Begins to record the response of a request whose decode engine may keep its blocks.
     pub(crate) fn record_turn(&mut self, request: &ClientRequest) {
-        self.prefill.next_turn = request.turn_owner().map(|owner| {
+        let records = self.model.handoff.keep_turns.is_some() && request.dialect.generates();
+        self.prefill.next_turn = records.then(|| {
             let keeps_ids = request.body.field("return_token_ids") == Some(b"true");
             let authorization = request.authorization.clone();
+            let owner = request.turn_owner();
             Box::new(TurnRecording { recorder: TurnRecorder::new(keeps_ids), owner, authorization })
         });
     }
@@ -44,7 +55,11 @@ impl ExchangeDriver {
     /// Records a whole reply and returns the client's.
     pub(crate) fn record_reply(&mut self, reply: Bytes) -> Bytes {
         match &mut self.prefill.next_turn {
-            Some(recording) => recording.recorder.read_whole(reply),
+            Some(recording) if recording.owner.is_some() => recording.recorder.read_whole(reply),
+            Some(recording) => {
+                recording.recorder.read_params(&reply);
+                reply
+            }
             None => reply,
         }
     }
@@ -52,30 +67,77 @@ impl ExchangeDriver {
     /// Records whole frames of a stream and returns the client's.
     pub(crate) fn record_frames(&mut self, frames: Bytes) -> Bytes {
         match &mut self.prefill.next_turn {
-            Some(recording) => recording.recorder.read_frames(&frames),
-            None => frames,
+            Some(recording) if recording.owner.is_some() => recording.recorder.read_frames(&frames),
+            Some(_) | None => {
+                self.record_params(&frames);
+                frames
+            }
         }
     }
 
-    /// Keeps the turn of a completed response.
+    /// Records the parameters in frames whose tokens another reader needs.
+    pub(crate) fn record_params(&mut self, frames: &[u8]) {
+        if let Some(recording) = &mut self.prefill.next_turn {
+            recording.recorder.read_params(frames);
+        }
+    }
+
+    /// Keeps the turn of a completed response, or releases its blocks.
     pub(super) fn keep_turn(&mut self) {
         let Some(recording) = self.prefill.next_turn.take() else { return };
         let TurnRecording { recorder, owner, authorization } = *recording;
-        let (Some(turn), Some(within)) = (recorder.finish(), self.model.handoff.keep_turns) else { return };
-        let release = TurnClaim { request: self.settlement.request.clone(), authorization };
-        let turn = KeptTurn { owner, tokens: turn.tokens, params: turn.params, release };
-        self.shared.keep_turn(turn, within);
+        let (Some(blocks), Some(within)) = (recorder.finish(), self.model.handoff.keep_turns) else { return };
+        let request = self.settlement.request.clone();
+        match (blocks, owner) {
+            (KeptBlocks::Turn(EndedTurn { tokens, params, engine }), Some(owner)) => {
+                let release = TurnClaim { request, authorization };
+                self.shared.keep_turn(KeptTurn { owner, tokens, params, engine, release }, within);
+            }
+            (KeptBlocks::Turn(EndedTurn { params, .. }) | KeptBlocks::Unknown(params), _) => {
+                self.shared.metrics.legs.count_kept_turn(KeptTurnEnd::Unknown);
+                let model = Arc::clone(&self.model);
+                self.shared.settler.release_turn(TurnRelease { model, params, request, authorization });
+            }
+        }
     }
 
-    /// The transfer parameters of the kept turn that begins the request's prompt.
-    pub(super) fn take_turn(&self, request: &ClientRequest) -> Option<String> {
+    /// The transfer parameters of the kept turn that begins the request's prompt. The request owes its release.
+    pub(super) fn take_turn(&mut self, request: &ClientRequest) -> Option<String> {
         // Other ids may differ from those that the engine computes.
         let (owner, prompt) = (request.turn_owner()?, request.prompt_ids().filter(|prompt| prompt.exact)?);
-        let params = self.shared.take_turn(&owner, &prompt.ids)?;
+        let turn = self.prefill.turn.insert(Box::new(self.shared.take_turn(&owner, &prompt.ids)?));
         // Of a chat the engine computes these tokens, whatever its template makes of the messages.
         let is_chat = request.dialect == Dialect::OpenAi(Endpoint::Chat);
-        let given = is_chat.then(|| with_prompt_ids(&params, &prompt.ids)).flatten();
-        Some(given.unwrap_or(params))
+        let given = is_chat.then(|| with_prompt_ids(&turn.params, &prompt.ids)).flatten();
+        Some(given.unwrap_or_else(|| turn.params.clone()))
+    }
+
+    /// The prefill attempt has ended that was to read the kept blocks.
+    pub(super) fn end_turn(&mut self, result: &PrefillResult) {
+        match result {
+            PrefillResult::Leased(..) | PrefillResult::NoLease => {
+                if self.prefill.turn.take().is_some() {
+                    self.shared.metrics.legs.count_kept_turn(KeptTurnEnd::Used);
+                }
+            }
+            // No engine has the request.
+            PrefillResult::Refused(_) | PrefillResult::Failed(Failure::NotReached, ..) => {
+                let unread = self.prefill.turn.take().map(|turn| *turn);
+                self.shared.release_turns(unread.into_iter().collect(), KeptTurnEnd::Unread);
+            }
+            PrefillResult::Failed(..) => {
+                if let Some(turn) = &self.prefill.turn {
+                    self.shared.forget_turns(&turn.engine);
+                }
+            }
+        }
+    }
+
+    /// An attempt has failed or the client has left, and a prefill engine may still read the kept blocks.
+    pub(super) fn leave_turn(&mut self) {
+        if let Some(turn) = self.prefill.turn.take() {
+            self.shared.spend_turn(*turn, self.model.handoff.keep_turns.unwrap_or(SPENT_FOR));
+        }
     }
 }
 
@@ -88,12 +150,29 @@ impl Shared {
         self.release_turns(ended, KeptTurnEnd::Evicted);
     }
 
-    fn take_turn(&self, owner: &TurnOwner, prompt: &[u32]) -> Option<String> {
+    fn take_turn(&self, owner: &TurnOwner, prompt: &[u32]) -> Option<KeptTurn<TurnClaim>> {
         let mut turns = self.kept_turns.lock();
         let turn = turns.take(owner, prompt, Instant::now())?;
         self.metrics.legs.kept_turns.set(turns.len() as f64);
-        self.metrics.legs.count_kept_turn(KeptTurnEnd::Used);
-        Some(turn.params)
+        Some(turn)
+    }
+
+    /// Keeps a turn that may still be read, for its release.
+    fn spend_turn(&self, turn: KeptTurn<TurnClaim>, within: Duration) {
+        let mut turns = self.kept_turns.lock();
+        let ended = turns.add_spent(turn, within, Instant::now());
+        self.metrics.legs.kept_turns.set(turns.len() as f64);
+        drop(turns);
+        self.release_turns(ended, KeptTurnEnd::Evicted);
+    }
+
+    /// Releases the turns of an engine whose blocks could not be read: its process may have ended.
+    fn forget_turns(&self, engine: &str) {
+        let mut turns = self.kept_turns.lock();
+        let unread = turns.remove_engine(engine);
+        self.metrics.legs.kept_turns.set(turns.len() as f64);
+        drop(turns);
+        self.release_turns(unread, KeptTurnEnd::Unread);
     }
 
     /// Releases the turns whose time has passed.

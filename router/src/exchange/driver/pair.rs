@@ -114,16 +114,17 @@ impl ExchangeDriver {
         session: &mut Session,
         request: &ClientRequest,
     ) -> Result<bool, RequestError> {
-        if !request.model.handoff.pushes.load(Ordering::Relaxed) || !self.would_disaggregate(request) {
+        if !request.model.handoff.pushes.load(Ordering::Relaxed) {
             return Ok(false);
         }
+        let Some(reason) = self.would_disaggregate(request) else { return Ok(false) };
         let Ok(selection) = self.select_prefill(session, request, &[]).await else {
             return Err(self.cancel());
         };
         // The first leg selects again, and reports why there is no engine.
         let EngineSelection::Engine(reserved) = selection else { return Ok(false) };
         let knows = reserved.engine().learned_protocol().identity(reserved.member.rank).is_some();
-        self.selection.reserved_prefill = Some(reserved);
+        self.selection.reserved_prefill = Some((reserved, reason));
         if knows {
             self.protocol = &Vllm::Push;
         }
@@ -149,8 +150,21 @@ impl ExchangeDriver {
         request: &ClientRequest,
     ) -> Result<Option<DecodeResponse>, RequestError> {
         let reason = self.decide_disaggregation(request);
+        // A decode engine of such a protocol may be unable to compute the prompt.
         let reason = if reason.is_remote() { reason } else { DisaggregationReason::Always };
-        self.shared.metrics.routing.count_disaggregation(reason);
+        let result = self.attempt_pairs(session, request, reason).await;
+        if !matches!(result, Ok(None)) {
+            self.shared.metrics.routing.count_disaggregation(reason);
+        }
+        result
+    }
+
+    async fn attempt_pairs(
+        &mut self,
+        session: &mut Session,
+        request: &ClientRequest,
+        reason: DisaggregationReason,
+    ) -> Result<Option<DecodeResponse>, RequestError> {
         let base = self.settlement.request.clone();
         let (mut failed, mut last) = (FailedEngines::default(), Refusal::none_left());
         let mut cause = SettlementCause::DecodeUnreachable;
@@ -168,15 +182,19 @@ impl ExchangeDriver {
             }
             self.give_up_handoff();
             self.settlement.rename(request_id::of_pair(&base, number));
-            if self.protocol.write_frees_decode()
-                && prefill.engine().learned_protocol().identity(prefill.member.rank).is_none()
-            {
-                (self.selection.reserved, self.selection.reserved_prefill) = (Some(decode), Some(prefill));
+            let identity = self
+                .protocol
+                .write_frees_decode()
+                .then(|| prefill.engine().learned_protocol().identity(prefill.member.rank));
+            if identity.as_ref().is_some_and(Option::is_none) {
+                let prefill = Some((prefill, reason));
+                (self.selection.reserved, self.selection.reserved_prefill) = (Some(decode), prefill);
                 return Ok(None);
             }
+            let identity = identity.flatten();
             let engines = [Arc::clone(prefill.engine()), Arc::clone(decode.engine())];
             let prefill_rank = prefill.member.rank;
-            match self.attempt_pair(session, request, prefill, decode).await? {
+            match self.attempt_pair(session, request, [prefill, decode], identity).await? {
                 PairOutcome::Accepted(response) => return Ok(Some(response)),
                 PairOutcome::Failed(leg, refusal, why) => {
                     match leg {
@@ -235,7 +253,7 @@ impl ExchangeDriver {
         }
         // The choice of the prefill engine depends on the reserved decode engine.
         let prefill = match self.selection.reserved_prefill.take() {
-            Some(reserved) => Ok(EngineSelection::Engine(reserved)),
+            Some((reserved, _)) => Ok(EngineSelection::Engine(reserved)),
             None => self.select_prefill(session, request, &failed.prefill).await,
         };
         match prefill.map_err(|ClientGone| self.cancel())? {
@@ -269,10 +287,10 @@ impl ExchangeDriver {
         &mut self,
         session: &mut Session,
         request: &ClientRequest,
-        prefill: EngineReservation,
-        decode: EngineReservation,
+        [prefill, decode]: [EngineReservation; 2],
+        identity: Option<Arc<PushIdentity>>,
     ) -> Result<PairOutcome, RequestError> {
-        let requests = self.pair_requests(session, request, &prefill, &decode).await?;
+        let requests = self.pair_requests(session, request, [&prefill, &decode], identity.as_deref()).await?;
         let Some([prefill_request, decode_request]) = requests else {
             let refusal = Refusal::none_left();
             return Ok(PairOutcome::Failed(Leg::Prefill, refusal, SettlementCause::DecodeUnreachable));
@@ -283,10 +301,11 @@ impl ExchangeDriver {
             prefill: (self.attempts.add(Leg::Prefill, &prefill_engine), prefill_engine),
             decode: (self.attempts.add(Leg::Decode, &decode_engine), decode_engine),
             sent_at: Instant::now(),
-            identity: prefill.engine().learned_protocol().identity(prefill.member.rank),
+            identity,
             rank: prefill.member.rank,
             load: decode.load,
         };
+        self.prefill.ends_writes = pair.identity.as_ref().is_some_and(|identity| identity.ends_writes);
         let times = self.pair_timeouts(request, pair.sent_at);
         self.apply(Event::PrefillSent(pair.prefill.0));
         let call = PrefillCall::start(pair.prefill.0, prefill.load, prefill_request);
@@ -313,7 +332,9 @@ impl ExchangeDriver {
         // An answer that follows the transfer waits for the decode engine too. A decode engine that has not registered
         // within a pushing engine's lease waits for ever.
         let (silence, after_prefill) = match self.protocol.write_frees_decode() {
-            true => (bounds.prefill_silence, PUSH_WAIT),
+            true if request.is_streamed() => (bounds.prefill_silence, PUSH_WAIT),
+            // The head of a whole response follows its last token.
+            true => (bounds.prefill_silence, bounds.decode_first_byte),
             false => (first_byte, first_byte),
         };
         let prefill = PrefillTimeouts { sent_at, silence, probe_interval };
@@ -395,8 +416,8 @@ impl ExchangeDriver {
         &mut self,
         session: &mut Session,
         request: &ClientRequest,
-        prefill: &EngineReservation,
-        decode: &EngineReservation,
+        [prefill, decode]: [&EngineReservation; 2],
+        identity: Option<&PushIdentity>,
     ) -> Result<Option<[EngineRequest; 2]>, RequestError> {
         // The port of the bootstrap server may not be known yet.
         for engine in [prefill.engine(), decode.engine()] {
@@ -414,13 +435,14 @@ impl ExchangeDriver {
             self.apply(Event::NotAdmitted);
             return Err(error.into());
         }
+        self.settlement.is_named = protocol.names_legs(&leg);
         let (bootstrap, params);
-        let link = match prefill.engine().learned_protocol().identity(prefill.member.rank) {
-            Some(identity) if protocol.write_frees_decode() => {
+        let link = match identity {
+            Some(identity) => {
                 params = identity.decode_params(&id);
                 Link::Handoff(&params)
             }
-            _ => {
+            None => {
                 bootstrap = prefill.engine().bootstrap(request.shape.prompts, prefill.member.rank);
                 Link::Bootstrap(&bootstrap)
             }

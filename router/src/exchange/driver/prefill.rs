@@ -12,17 +12,19 @@ use crate::admission::Unavailable;
 use crate::client::disconnect::race;
 use crate::client::session::{ClientGone, Session};
 use crate::config::Fallback;
+use crate::engines::caches::kept_turns::KeptTurn;
 use crate::engines::http::{Engine, EngineRequest};
 use crate::engines::protocol::Link;
 use crate::exchange::client_request::ClientRequest;
-use crate::legs::Refusal;
 use crate::legs::liveness::wait_while_alive;
 use crate::legs::prefill::{PrefillCall, PrefillResult, PrefillTail, PrefillTimeouts};
 use crate::legs::request_error::RequestError;
 use crate::legs::settle::PendingPrefill;
+use crate::legs::{Fault, Refusal};
 use crate::metrics::Leg;
 use crate::metrics::routing::DisaggregationReason;
 use crate::routing::pool::EngineReservation;
+use crate::state::shared::TurnClaim;
 
 /// The prefill of one request.
 #[derive(Default)]
@@ -33,12 +35,16 @@ pub(super) struct PrefillLeg {
     pub tail: Option<PrefillTail>,
     /// The call of a pair whose decode engine has begun its response.
     pub pending: Option<PendingPrefill>,
+    /// The engine of the last pair notifies its decode engine of a write that will not come.
+    pub ends_writes: bool,
     /// The last lease and its transfer parameters, for the release.
     pub lease: Option<(Attempt, Arc<str>)>,
     /// The compatibility of the last prefill engine.
     pub compatibility: Option<u64>,
     /// A prefill engine failed after it leased its blocks early.
     pub failed_after_lease: bool,
+    /// The kept turn whose blocks a prefill engine reads.
+    pub turn: Option<Box<KeptTurn<TurnClaim>>>,
     /// Records the response for the next turn of its conversation.
     pub next_turn: Option<Box<TurnRecording>>,
 }
@@ -120,11 +126,11 @@ impl ExchangeDriver {
         );
         // A recomputed prompt has no third round.
         engine_request.early_handoff = request.model.handoff.early_handoff && self.retry.is_first_round();
-        let (mut tried, mut reads_turn) = (Vec::<Arc<Engine>>::new(), false);
+        let (mut tried, mut sent, mut has_turn) = (Vec::<Arc<Engine>>::new(), 0, false);
         let mut last = Refusal::none_left();
         while tried.len() < usize::from(self.generation.config.attempts.prefill) {
             let selection = match self.selection.reserved_prefill.take() {
-                Some(reserved) => EngineSelection::Engine(reserved),
+                Some((reserved, _)) => EngineSelection::Engine(reserved),
                 None => match self.select_prefill(session, request, &tried).await {
                     Ok(selection) => selection,
                     Err(ClientGone) => return Err(self.cancel()),
@@ -149,21 +155,27 @@ impl ExchangeDriver {
                     return Err(busy.into());
                 }
             };
-            if !self.take_retry(session, Leg::Prefill, tried.len()).await? {
+            if !self.take_retry(session, Leg::Prefill, sent).await? {
                 break;
             }
-            let kept = if tried.is_empty() { self.take_turn(request) } else { None };
+            let kept = if sent == 0 { self.take_turn(request) } else { None };
             // A kept turn is read once, so the next engine gets the body without it.
-            if kept.is_some() || std::mem::take(&mut reads_turn) {
+            if kept.is_some() || has_turn {
                 let link = kept.as_deref().map_or(Link::None, Link::Handoff);
                 let leg = request.leg_input(&self.settlement.request);
                 engine_request.body = self.protocol.prefill_body(&leg, link);
-                reads_turn = kept.is_some();
             }
+            has_turn = kept.is_some();
+            sent += 1;
             tried.push(Arc::clone(reservation.engine()));
             match self.attempt_prefill(session, request, reservation, &mut engine_request).await? {
                 PrefillAttempt::Responded(handoff) => return Ok(PrefillOutcome::Responded(handoff)),
                 PrefillAttempt::Failed(refusal) => last = refusal,
+            }
+            // The decode engine that kept the blocks may have failed, so this engine may get the request without them.
+            if self.prefill.turn.is_some() {
+                self.leave_turn();
+                tried.clear();
             }
         }
         Ok(PrefillOutcome::Unavailable(Unavailable::NoEngine, last))
@@ -212,6 +224,7 @@ impl ExchangeDriver {
             PrefillResult::Refused(_) => self.record_refusal(&engine, Leg::Prefill, sent_at.elapsed()),
             PrefillResult::Failed(..) => {}
         }
+        self.end_turn(&result);
         self.apply(result.exchange_event(attempt));
         match result {
             PrefillResult::Leased(handoff, _, rest) => {
@@ -229,7 +242,8 @@ impl ExchangeDriver {
             PrefillResult::Refused(refusal) => Err(RequestError::Refused(refusal)),
             PrefillResult::Failed(_, refusal, fault) => {
                 self.log_misconfigured(&engine, Leg::Prefill, &refusal);
-                self.record_fault(&engine, Leg::Prefill, fault);
+                let is_of_turn = self.prefill.turn.is_some() && fault == Fault::Engine;
+                self.record_fault(&engine, Leg::Prefill, if is_of_turn { Fault::None } else { fault });
                 Ok(PrefillAttempt::Failed(refusal))
             }
         }

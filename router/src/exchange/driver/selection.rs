@@ -40,8 +40,9 @@ pub(super) enum EngineSelection {
 pub(super) struct Selection {
     /// The decode engine, reserved before a prefill is sent.
     pub reserved: Option<EngineReservation>,
-    /// The prefill engine, if it is reserved before the order of the legs is known.
-    pub reserved_prefill: Option<EngineReservation>,
+    /// The prefill engine, if it is reserved before the order of the legs is known, and why it prefills. The decision is
+    /// made once, because the reservation itself counts as a prefill in flight.
+    pub reserved_prefill: Option<(EngineReservation, DisaggregationReason)>,
     /// Set by [`ExchangeDriver::reserve`].
     admission: Option<AdmissionRequest>,
 }
@@ -271,8 +272,9 @@ impl ExchangeDriver {
     }
 
     /// Whether another engine would prefill, without a record of the decision.
-    pub(super) fn would_disaggregate(&self, request: &ClientRequest) -> bool {
-        disaggregation::decide(&request.model.disaggregate, &self.disaggregation_inputs(request)).is_remote()
+    pub(super) fn would_disaggregate(&self, request: &ClientRequest) -> Option<DisaggregationReason> {
+        let inputs = self.disaggregation_inputs(request);
+        Some(disaggregation::decide(&request.model.disaggregate, &inputs)).filter(|reason| reason.is_remote())
     }
 
     fn disaggregation_inputs(&self, request: &ClientRequest) -> DisaggregationInputs {
@@ -284,7 +286,10 @@ impl ExchangeDriver {
     /// Decides whether another engine prefills, given the reserved decode engine.
     pub(super) fn decide_disaggregation(&self, request: &ClientRequest) -> DisaggregationReason {
         let inputs = self.disaggregation_inputs(request);
-        let reason = disaggregation::decide(&request.model.disaggregate, &inputs);
+        let reason = match &self.selection.reserved_prefill {
+            Some((_, reason)) => *reason,
+            None => disaggregation::decide(&request.model.disaggregate, &inputs),
+        };
         if let Some(explanation) = &self.explanation {
             explanation.record_disaggregation(reason, inputs);
         }

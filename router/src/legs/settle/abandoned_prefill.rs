@@ -20,13 +20,16 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use baton_connector::RequestId;
 use baton_connector::exchange::{Attempt, Settlement, SettlementCause};
 
-use super::{LeaseRelease, SettlementContext, SettlementJob, Settler, may_support, request_of, supports};
+use super::{
+    LeaseRelease, SettlementContext, SettlementJob, Settler, may_support, may_support_abort, request_of,
+    supports,
+};
 use crate::config::ReleaseMode;
 use crate::engines::http::Engine;
 use crate::engines::protocol::Verb;
+use crate::legs::liveness::wait_while_alive;
 use crate::legs::prefill::{PrefillCall, PrefillResult};
 use crate::metrics::log_span::request_span;
 use crate::metrics::{AbandonWaitResult, Leg, ReleaseMethod, SettlementResult};
@@ -40,21 +43,37 @@ impl Drop for ReaderGuard {
     }
 }
 
+/// One of the [`Settler::pending_writes`].
+struct WriteGuard(Arc<Settler>);
+
+impl Drop for WriteGuard {
+    fn drop(&mut self) {
+        self.0.pending_writes.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Most cancelled prefills that are awaited for their write, each with a connection of an engine.
+const WRITES_MAX: usize = 16_384;
+/// Pause between the probes of an engine that is awaited for its write.
+const WRITE_PROBE: Duration = Duration::from_secs(5);
+/// Longest wait for a write. No client waits for an hour in an engine's queue.
+const WRITE_WAIT_MAX: Duration = Duration::from_secs(3600);
+
 impl Settler {
     /// Aborts a prefill and keeps reading its connection, so that a late handle is released: the reply in transit is
     /// its only copy.
     pub(crate) fn abort_and_read(self: &Arc<Self>, call: PrefillCall, context: SettlementContext) {
-        self.metrics.count_abort(Leg::Prefill);
         if !call.was_sent() {
             return;
         }
         call.disable_replay();
         if context.ends_by_write() {
-            self.read_late_reply(call, context);
+            self.await_write(call, context);
             return;
         }
+        self.metrics.count_abort(Leg::Prefill);
         let engine = call.engine();
-        let has_verb = may_support(engine, Verb::Abort) || has_release_verb(engine);
+        let has_verb = may_support_abort(engine, &context) || has_release_verb(engine);
         if !has_verb && self.reply_wait(&call).is_none() {
             // The half-close is the only abort for this engine, so it is sent at once.
             call.half_close();
@@ -68,7 +87,7 @@ impl Settler {
         context: SettlementContext,
     ) {
         let engine = Arc::clone(call.engine());
-        let abort = self.abort_prefill(&engine, &context.request);
+        let abort = self.abort_prefill(&engine, &context);
         // If the reply arrives first, the abort continues, because the engine may receive no other command.
         let (mut result, mut reply, mut late) = (None, None, false);
         let mut waiting_since: Option<Instant> = None;
@@ -126,15 +145,20 @@ impl Settler {
 
     /// Ends a prefill by its request id. An engine that has only the release verb opens no lease for the id after it.
     /// Returns the result, and the verb that had it.
-    async fn abort_prefill(&self, engine: &Arc<Engine>, request: &RequestId) -> (SettlementResult, Verb) {
-        let aborted = self.abort_leg(engine, request, Leg::Prefill).await;
+    async fn abort_prefill(
+        &self,
+        engine: &Arc<Engine>,
+        context: &SettlementContext,
+    ) -> (SettlementResult, Verb) {
+        let aborted = self.abort_leg(engine, context, Leg::Prefill).await;
         if aborted != SettlementResult::Unsupported || !has_release_verb(engine) {
             return (aborted, Verb::Abort);
         }
-        let Some(command) = engine.protocol().release_by_request(request, SettlementCause::Late) else {
+        let Some(command) = engine.protocol().release_by_request(&context.request, SettlementCause::Late)
+        else {
             return (aborted, Verb::Abort);
         };
-        let message = request_of(command, request);
+        let message = request_of(command, &context.request);
         (self.send_with_retries(engine, Verb::Release, &message).await, Verb::Release)
     }
 
@@ -150,6 +174,40 @@ impl Settler {
     fn end_wait(&self, since: Option<Instant>, result: AbandonWaitResult) {
         if let Some(since) = since {
             self.metrics.legs.record_abandon_wait(result, since.elapsed());
+        }
+    }
+
+    /// Keeps the connection of a prefill whose write frees the decode engine's blocks, until the engine answers or no
+    /// longer responds. An engine that only has other work may take as long as it needs.
+    fn await_write(self: &Arc<Self>, mut call: PrefillCall, context: SettlementContext) {
+        let waiting = WriteGuard(Arc::clone(self));
+        if self.pending_writes.fetch_add(1, Ordering::Relaxed) >= WRITES_MAX {
+            self.report_lost_write(&context);
+            return;
+        }
+        let settler = Arc::clone(self);
+        let wait = async move {
+            let engine = Arc::clone(call.engine());
+            let reply = wait_while_alive(&engine, WRITE_PROBE, WRITE_WAIT_MAX, call.receive_response()).await;
+            let attempt = call.attempt();
+            drop(call);
+            drop(waiting);
+            match reply {
+                Ok(prefilled) => settler.release_reply(&engine, attempt, prefilled, &context).await,
+                Err(_) => settler.report_lost_write(&context),
+            }
+        };
+        self.readers.spawn_on(wait, &self.runtime);
+    }
+
+    /// The decode engine may keep its blocks until it restarts.
+    fn report_lost_write(&self, context: &SettlementContext) {
+        self.metrics.legs.count_settlement(SettlementResult::Failed);
+        if let Some(held_back) = self.late_response_log.allow() {
+            tracing::warn!(
+                parent: request_span!(&context.request), event = "write_not_awaited", held_back,
+                "prefill of a cancelled request is not awaited, decode engine may keep its blocks"
+            );
         }
     }
 

@@ -45,6 +45,7 @@ async fn settlements_of_a_panicked_worker_are_made_by_another() {
             model: None,
             authorization: None,
             ends_by_write: Arc::default(),
+            is_named: true,
         };
         settler.abort(Arc::clone(&engine), Leg::Decode, context);
     }

@@ -179,7 +179,10 @@ impl ResponsePump<'_> {
             return Ok(frames);
         }
         let frames = match &mut self.resume_state {
-            Some(resume_state) => resume_state.rewrite_frames(&frames),
+            Some(resume_state) => {
+                self.driver.record_params(&frames);
+                resume_state.rewrite_frames(&frames)
+            }
             None => self.driver.record_frames(frames),
         };
         self.translated(without_params(frames))

@@ -377,3 +377,29 @@ async fn concurrent_first_requests_wait_for_the_same_query() {
     assert!(answers.iter().all(|answer| answer.status == 200));
     assert!(d.received().iter().all(|leg| leg.body["bootstrap_room"].is_u64()));
 }
+
+/// Messages, Responses and several prompts have no `rid`: engines see the end of their connections only.
+#[tokio::test]
+async fn legs_without_an_id_are_aborted_by_the_end_of_their_connections() {
+    let message = json!({"role": "user", "content": "Hello"});
+    for (path, body) in [
+        ("/v1/messages", json!({"model": "m", "messages": [message], "max_tokens": 8, "stream": true})),
+        ("/v1/responses", json!({"model": "m", "input": "Hello", "stream": true})),
+        ("/v1/completions", json!({"model": "m", "prompt": ["a", "b"], "max_tokens": 8, "stream": true})),
+    ] {
+        let (p, d) = (gated_prefill().await, engine("decode", Action::Hang).await);
+        let system = TestRouter::with(&[&p], &[&d], "    messages: native\n", "").await;
+        let mut client = Client::connect(system.address).await;
+        client.post(path, &body).await;
+        await_requests(&p, 1).await;
+        await_requests(&d, 1).await;
+        drop(client);
+        for engine in [&p, &d] {
+            engine.wait("the end of the leg", |engine| engine.cut() == 1).await;
+        }
+        system.settled().await;
+        for engine in [&p, &d] {
+            assert!(rids(engine).is_empty(), "{path}: no engine knows such an id");
+        }
+    }
+}

@@ -150,3 +150,86 @@ async fn a_client_that_asks_for_token_ids_gets_them_and_no_parameters() {
     system.counts("baton_router_kept_turns", 1.0).await;
     system.settled().await;
 }
+
+/// Engines whose prefill engine reads no kept blocks: it answers so to a request that names them.
+async fn unread(answer: Action) -> (FakeEngine, FakeEngine) {
+    let rule = move |request: &ReceivedRequest| {
+        let params = &request.body["kv_transfer_params"];
+        if params["remote_engine_id"] != "d-1" {
+            return None;
+        }
+        // The release is refused.
+        let refusal = Action::Refuse(400, json!({"error": {"message": "temperature"}}));
+        Some(if params["do_remote_prefill"] == true { refusal } else { answer.clone() })
+    };
+    let p = FakeEngine::scripted(vec![lease()]).await.without_verbs().with_rule(rule);
+    (p, FakeEngine::scripted(vec![reply(), Action::Whole(1)]).await.without_verbs())
+}
+
+fn releases(p: &FakeEngine) -> usize {
+    p.received().iter().filter(|one| one.body["kv_transfer_params"]["remote_host"] == "127.0.0.1").count()
+}
+
+#[tokio::test]
+async fn kept_blocks_are_released_if_the_prefill_engine_refuses_the_request() {
+    let (p, d) = unread(Action::Refuse(400, json!({"error": {"message": "no"}}))).await;
+    let system = TestRouter::with(&[&p], &[&d], KEPT, "").await;
+    turn(&system, &(0..20).collect::<Vec<_>>(), json!({})).await;
+    let body = json!({"model": "m", "prompt": next_prompt(), "max_tokens": 8});
+    assert_eq!(post(system.address, "/v1/completions", &body).await.status, 400);
+    p.wait("the release of the kept blocks", |p| releases(p) == 2).await;
+    system.counts("baton_router_kept_turns_ended_total{end=\"unread\"}", 1.0).await;
+    system.settled().await;
+}
+
+/// The decode engine that kept the blocks may have ended. That is no fault of the prefill engine.
+#[tokio::test]
+async fn a_prefill_engine_that_cannot_read_kept_blocks_gets_the_request_without_them() {
+    let (p, d) = unread(Action::Refuse(500, json!({"error": {"message": "load failed"}}))).await;
+    let system = TestRouter::with(&[&p], &[&d], "    bidirectional_kv: {idle_ms: 1000}\n", "").await;
+    turn(&system, &(0..20).collect::<Vec<_>>(), json!({})).await;
+    turn(&system, &next_prompt(), json!({})).await;
+    assert!(params(&p, 2)["remote_engine_id"].is_null(), "the same engine computes the prompt");
+    system.counts("baton_router_engine_faults_total", 0.0).await;
+    // A read may still run, so the release follows after the time of a kept turn.
+    p.wait("the release of the kept blocks", |p| releases(p) == 2).await;
+    system.counts("baton_router_kept_turns_ended_total{end=\"expired\"}", 1.0).await;
+    system.settled().await;
+}
+
+#[tokio::test]
+async fn a_prompt_that_is_truncated_or_has_a_suffix_reads_no_kept_blocks() {
+    for more in [json!({"truncate_prompt_tokens": 3, "truncation_side": "left"}), json!({"suffix": "end"})] {
+        let (p, d) = engines(vec![reply(), Action::Whole(1)]).await;
+        let system = TestRouter::with(&[&p], &[&d], KEPT, "").await;
+        turn(&system, &(0..20).collect::<Vec<_>>(), json!({})).await;
+        turn(&system, &next_prompt(), more.clone()).await;
+        assert!(params(&p, 1)["remote_engine_id"].is_null(), "{more}");
+        system.counts("baton_router_kept_turns", 1.0).await;
+        system.settled().await;
+    }
+}
+
+/// A decode engine keeps the blocks of every response that had a handoff.
+#[tokio::test]
+async fn blocks_that_no_turn_can_read_are_released_at_once() {
+    let output = json!([{"type": "message", "role": "assistant", "content": []}]);
+    let response = json!({
+        "id": "resp_1", "object": "response", "status": "completed", "output": output,
+        "kv_transfer_params": kept(21),
+    });
+    let p = FakeEngine::scripted(vec![
+        lease(),
+        Action::Refuse(400, json!({"error": {"message": "temperature"}})),
+    ])
+    .await
+    .without_verbs();
+    let d = FakeEngine::scripted(vec![Action::Json(response)]).await.without_verbs();
+    let system = TestRouter::with(&[&p], &[&d], KEPT, "").await;
+    let body = json!({"model": "m", "input": "Hello", "max_output_tokens": 8});
+    let answer = post(system.address, "/v1/responses", &body).await;
+    assert_eq!((answer.status, answer.text().contains("d-1")), (200, false), "{}", answer.text());
+    p.wait("the release of the kept blocks", |p| releases(p) == 1).await;
+    system.counts("baton_router_kept_turns_ended_total{end=\"unknown\"}", 1.0).await;
+    system.settled().await;
+}

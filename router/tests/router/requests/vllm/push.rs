@@ -85,6 +85,26 @@ async fn the_prefill_of_a_cancelled_push_runs_to_its_end() {
     assert_eq!((p.cut(), d.received().len()), (0, 2), "no release precedes the write");
 }
 
+/// `BatonPushConnector` ends the decode engine's wait when its own request is aborted.
+#[tokio::test]
+async fn the_prefill_of_a_cancelled_push_is_aborted_if_its_engine_ends_writes() {
+    let mut ending = reply();
+    ending["remote_ends_writes"] = json!(true);
+    let p = FakeEngine::scripted(vec![Action::Reply(ending), Action::Hang]).await.without_verbs();
+    let d = decode(vec![Action::Whole(1), Action::Hang]).await;
+    let system = learned(&p, &[&d]).await;
+    let mut client = Client::connect(system.address).await;
+    client.post("/v1/completions", &completion(true)).await;
+    await_requests(&p, 2).await;
+    await_requests(&d, 2).await;
+    let params = &d.received()[1].body["kv_transfer_params"];
+    assert!(params.get("remote_ends_writes").is_none(), "{params}");
+    drop(client);
+    d.wait("the end of the decode leg", |d| d.cut() == 1).await;
+    p.wait("the end of the prefill leg", |p| p.cut() == 1).await;
+    system.settled().await;
+}
+
 #[tokio::test]
 async fn a_failed_push_forgets_the_identity() {
     let p = prefill(Action::Reply(reply())).await;
@@ -160,5 +180,23 @@ async fn without_a_prefill_engine_a_push_falls_back_to_the_decode_engine() {
     p.die().await;
     let answer = post(system.address, "/v1/completions", &completion(false)).await;
     assert_eq!(answer.status, 200, "{}", answer.text());
+    system.settled().await;
+}
+
+/// The request itself is the one prefill in flight.
+#[tokio::test]
+async fn a_failed_push_is_prefilled_again_within_a_limit_of_one_prefill() {
+    let p = prefill(Action::Reply(reply())).await;
+    let failure = Action::Refuse(500, json!({"error": {"message": "wrong engine"}}));
+    let d = decode(vec![Action::Whole(1), failure, Action::Whole(1)]).await;
+    let limit = "    disaggregate: {max_prefill_in_flight: 1}\n";
+    let system = TestRouter::with(&[&p], &[&d], limit, "").await;
+    for _ in 0..2 {
+        assert_eq!(post(system.address, "/v1/completions", &completion(false)).await.status, 200);
+    }
+    let last = d.received()[2].body["kv_transfer_params"].clone();
+    assert_eq!((p.received().len(), &last["remote_request_id"]), (3, &json!("cmpl-x-0-1234abcd")));
+    let remote = "baton_router_disagg_decisions_total{decision=\"prefill_decode\"}";
+    system.counts(remote, 2.0).await;
     system.settled().await;
 }
