@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  token ─▶ verified lately? ─▶ read ─▶ issuer's entry ─▶ key by id ─▶ signature and claims ─▶ Identity
-//!               │ yes                       │ 401          │ unknown: one fetch, then 401; no keys: 503
+//!               │ yes                       │ 401          │ unknown: one fetch, then 401; no or older keys: 503
 //!               └──────────────────────────────────────────────────────────────────────────▶ Identity
 //! ```
 //!
@@ -21,8 +21,9 @@ mod verified;
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use arc_swap::ArcSwap;
 use baton_openai::{ApiError, Challenge, Code};
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
@@ -63,7 +64,8 @@ struct IssuerEntry {
 /// Why a token grants nothing.
 enum CheckError {
     Refused(TokenError),
-    NoKeys,
+    /// No keys, or none that certainly include the token's. The wait is that until the next fetch may begin.
+    NoKeys(Duration),
     Busy,
     /// Too many tenants.
     Full,
@@ -102,12 +104,16 @@ impl TokenChecker {
     pub(super) async fn check(
         &self,
         token: &str,
-        table: &KeyTable,
+        table: &ArcSwap<KeyTable>,
         registry: &TenantRegistry,
     ) -> Result<Arc<Identity>, ApiError> {
         let hash = verified::hash(token);
         let metrics = registry.metrics();
-        let known = self.verified.lock().get(&hash, since_1970_s());
+        // The epoch is read before the table: a table that is replaced meanwhile begins another epoch.
+        let (known, epoch) = {
+            let mut verified = self.verified.lock();
+            (verified.get(&hash, since_1970_s()), verified.epoch())
+        };
         if let Some(known) = known {
             let keys = self.entries[known.issuer].source.current();
             if keys.is_some_and(|keys| keys.version == known.keys_version) {
@@ -115,21 +121,22 @@ impl TokenChecker {
                 return Ok(known.identity);
             }
         }
-        let checked = self.verify(token, table, registry).await;
+        let checked = self.verify(token, &table.load_full(), registry).await;
         let (result, error) = match checked {
             Ok(verified) => {
                 metrics.count_token_check(TokenCheckResult::Verified);
                 let identity = Arc::clone(&verified.identity);
-                self.verified.lock().insert(hash, verified);
+                self.verified.lock().insert(epoch, hash, verified);
                 return Ok(identity);
             }
             Err(CheckError::Refused(error)) => {
                 metrics.count_unauthorized(error.reason());
                 (TokenCheckResult::Refused, refusal(error))
             }
-            Err(CheckError::NoKeys) => {
-                let message = "the keys of the token's issuer are unavailable";
-                (TokenCheckResult::NoKeys, ApiError::unavailable(message, RETRY_AFTER))
+            Err(CheckError::NoKeys(wait)) => {
+                let message =
+                    "the keys of the token's issuer are unavailable, or older than the token may be";
+                (TokenCheckResult::NoKeys, ApiError::unavailable(message, wait.max(RETRY_AFTER)))
             }
             Err(CheckError::Busy) => {
                 let message = "the router checks too many tokens at once";
@@ -159,7 +166,7 @@ impl TokenChecker {
         let issuer = token.entry(self.entries.iter().map(|entry| &entry.config))?;
         let IssuerEntry { config, source } = &self.entries[issuer];
         token.is_current(config.leeway_s, since_1970_s())?;
-        let keys = usable_keys(source, &token).await?;
+        let keys = usable_keys(source, &token, config.leeway_s).await?;
         let claims = {
             let _waiting = self.waiting.try_acquire().map_err(|_| CheckError::Busy)?;
             // An error would mean that the semaphore is closed, which never happens.
@@ -179,15 +186,29 @@ impl TokenChecker {
     }
 }
 
-/// The keys of the issuer, after a fetch if the token's key is not among them.
-async fn usable_keys(source: &KeySource, token: &UnverifiedToken<'_>) -> Result<CurrentKeys, CheckError> {
-    let find = |keys: &CurrentKeys| keys.set.find(token.key_id(), token.algorithm()).map(drop);
-    match source.current().filter(|keys| find(keys) != Err(TokenError::KeyId)) {
-        Some(keys) => Ok(keys),
-        None => {
-            source.await_fetch().await;
-            source.current().ok_or(CheckError::NoKeys)
-        }
+/// The keys of the issuer, after a fetch if the token's key is not among them. A key id is unknown for certain only
+/// among keys that were asked for after the request began, or after the token was issued: its key was published then.
+async fn usable_keys(
+    source: &KeySource,
+    token: &UnverifiedToken<'_>,
+    leeway_s: u64,
+) -> Result<CurrentKeys, CheckError> {
+    let lacks_key = |keys: &CurrentKeys| {
+        keys.set.find(token.key_id(), token.algorithm()).map(drop) == Err(TokenError::KeyId)
+    };
+    let began = Instant::now();
+    let age = Duration::from_secs(token.age_s(leeway_s, since_1970_s()));
+    let published = began.checked_sub(age).unwrap_or(began);
+    if let Some(keys) = source.current().filter(|keys| !lacks_key(keys)) {
+        return Ok(keys);
+    }
+    source.await_fetch().await;
+    // Of an issuer with several keys, no later set makes a token without a key id valid.
+    let is_certain = |keys: &CurrentKeys| token.key_id().is_none() || keys.are_newer_than(published);
+    match source.current() {
+        Some(keys) if !lacks_key(&keys) => Ok(keys),
+        Some(keys) if is_certain(&keys) => Err(TokenError::KeyId.into()),
+        _ => Err(CheckError::NoKeys(source.pause())),
     }
 }
 

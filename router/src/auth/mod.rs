@@ -11,7 +11,8 @@
 //! both: a reload refills no bucket and forgets no request in flight, unless the limit itself was changed.
 //!
 //! Invariants:
-//! - Without a known, unexpired key, a valid token or a named certificate, the router reads only the head of a request.
+//! - Without a known, unexpired key, a valid token or a named certificate, the router reads only the head of a request,
+//!   and at most 16 KiB behind it while it waits for an issuer's keys.
 //! - A limit that refuses has taken nothing from any other limit.
 //! - A client's credentials stay in this module: engines receive the router's own.
 
@@ -196,7 +197,7 @@ impl Auth {
             (Credentials::Token(_), None) => Err(ApiError::unauthorized()),
             (Credentials::Token(token), Some(tokens)) => {
                 // Boxed, because requests with keys need no memory for it.
-                Box::pin(tokens.check(&token, &self.table.load_full(), registry)).await
+                Box::pin(tokens.check(&token, &self.table, registry)).await
             }
         }
     }

@@ -39,12 +39,15 @@ pub(super) use terms::SharedLimitsTerms;
 
 /// Maximum corrections that wait: those of 4,096 requests that end while the server is away. Each has 300 bytes.
 const CORRECTIONS_MAX: usize = 4096;
-/// Corrections that are sent together.
+/// Corrections, or renewals, that are sent together. More would delay the questions of requests behind them.
 const BATCH: usize = 64;
 /// Time for a correction or a renewal. No request waits for it.
 const BACKGROUND_TIMEOUT: Duration = Duration::from_secs(1);
 /// Leases that one message renews.
 const RENEWED_AT_ONCE: usize = 256;
+
+/// Leases of one set that are to be renewed with one message.
+type DueRenewal = (String, Vec<String>);
 
 /// The shared limits of a router.
 pub(crate) struct SharedLimits {
@@ -100,9 +103,9 @@ impl SharedLimits {
         runtime: Option<&Handle>,
     ) -> Arc<Self> {
         let state = Arc::new(SharedState {
+            link: StoreLink::new(terms.timeout),
             terms,
             metrics,
-            link: StoreLink::default(),
             router: super::keys::hex(&random::bytes::<8>()),
             next_lease: AtomicU64::new(0),
             leases: Mutex::default(),
@@ -257,19 +260,23 @@ impl SharedState {
         }
     }
 
-    /// Renews and corrects until the connection is given up.
+    /// Renews and corrects until the connection is given up. Both proceed in turn, so that many leases do not let the
+    /// corrections overflow.
     async fn serve(&self, connected: &Arc<Connected>, queue: &mut mpsc::Receiver<Correction>) {
         let mut batch = Vec::with_capacity(BATCH);
         let mut renewals = tokio::time::interval(LEASE / 3);
+        let mut due: Vec<DueRenewal> = Vec::new();
         loop {
             tokio::select! {
                 () = self.link.went_down(connected) => return,
-                _ = renewals.tick() => self.renew(connected).await,
+                _ = renewals.tick() => due = self.due_renewals(),
+                () = std::future::ready(()), if !due.is_empty() => self.renew(connected, &mut due).await,
                 received = queue.recv_many(&mut batch, BATCH) => {
                     if received == 0 {
                         return;
                     }
-                    // On one connection, one after the other: a renewal never follows the release of its lease.
+                    // On one connection, one after the other. A release is queued once its lease is not in the table
+                    // any more, so a renewal never follows it.
                     let sent = batch.drain(..).map(|correction| self.send(connected, correction));
                     futures::future::join_all(sent).await;
                 }
@@ -290,20 +297,39 @@ impl SharedState {
         self.metrics.count_correction(if fine { CorrectionResult::Sent } else { CorrectionResult::Failed });
     }
 
-    async fn renew(&self, connected: &Arc<Connected>) {
+    /// All leases. The list is as long as the requests in flight have sets.
+    fn due_renewals(&self) -> Vec<DueRenewal> {
         let mut by_set: BTreeMap<String, Vec<String>> = BTreeMap::new();
         for (lease, sets) in &*self.leases.lock() {
             sets.iter().for_each(|set| by_set.entry(set.clone()).or_default().push(lease.clone()));
         }
+        let mut due = Vec::with_capacity(by_set.len());
         for (set, leases) in by_set {
-            for some in leases.chunks(RENEWED_AT_ONCE) {
-                let renewal = protocol::renewal(&set, some.iter().map(String::as_str));
-                let mut connection = connected.connection.clone();
-                let sent = async { renewal.invoke_async::<Vec<i64>>(&mut connection).await.map(drop) };
-                if !self.in_background(connected, sent).await {
-                    return;
-                }
-            }
+            due.extend(leases.chunks(RENEWED_AT_ONCE).map(|some| (set.clone(), some.to_vec())));
+        }
+        due
+    }
+
+    /// Renews a batch of what is due, in one round trip, but no lease that has ended meanwhile. After a failure the
+    /// rest waits for the next time.
+    async fn renew(&self, connected: &Arc<Connected>, due: &mut Vec<DueRenewal>) {
+        let batch = due.split_off(due.len().saturating_sub(BATCH));
+        let renewals: Vec<_> = {
+            let held = self.leases.lock();
+            let of_set = |(set, leases): &DueRenewal| {
+                let left: Vec<&str> =
+                    leases.iter().map(String::as_str).filter(|lease| held.contains_key(*lease)).collect();
+                (!left.is_empty()).then(|| protocol::renewal(set, left.into_iter()))
+            };
+            batch.iter().filter_map(of_set).collect()
+        };
+        let sent = renewals.into_iter().map(|renewal| {
+            let mut connection = connected.connection.clone();
+            let sent = async move { renewal.invoke_async::<Vec<i64>>(&mut connection).await.map(drop) };
+            self.in_background(connected, sent)
+        });
+        if futures::future::join_all(sent).await.contains(&false) {
+            due.clear();
         }
     }
 

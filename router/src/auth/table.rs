@@ -108,8 +108,22 @@ impl TenantRegistry {
     }
 
     /// Called when a table takes effect. Registers the meters of its keys, and removes those of keys that are in
-    /// no table any more.
+    /// no table any more. Tenants that tokens have named, and that the table lists, count under their own label now.
     pub(super) fn keep(&self, table: &KeyTable) {
+        {
+            let mut tenants = lock(&self.named_by_tokens);
+            for name in table.listed.keys() {
+                if let Some((_, known)) = tenants.get_mut(name.as_str()) {
+                    *known = Arc::new(Tenant {
+                        name: Arc::clone(&known.name),
+                        id: known.id,
+                        weight: known.weight,
+                        meter: Arc::clone(&known.meter),
+                        counters: self.metrics.tenant(name),
+                    });
+                }
+            }
+        }
         let mut meters = lock(&self.meters);
         for (name, limits, meter) in &table.meters {
             meters.insert(name.clone(), (limits.clone(), Arc::clone(meter)));
@@ -180,7 +194,7 @@ impl TenantRegistry {
         if let Some(found) = known.upgrade().filter(|found| found.fits(&terms)) {
             return Ok(found);
         }
-        let metrics = self.metrics.shared.clone();
+        let metrics = self.metrics.shared_limits();
         let shared = SharedLimits::start(terms, metrics, self.services.runtime.as_ref());
         *known = Arc::downgrade(&shared);
         Ok(shared)
@@ -214,6 +228,7 @@ impl KeyTable {
         if let Some(twice) = listed.iter().find(|tenant| !seen.insert(tenant.name.as_str())) {
             return Err(AuthError::Twice { what: "tenant", name: twice.name.clone() });
         }
+        registry.metrics.reserve(named(config, &file));
         let by_name: HashMap<&str, _> = listed.iter().map(|tenant| (tenant.name.as_str(), *tenant)).collect();
         let mut fresh = Vec::new();
         let mut meter = |name: String, limits: &RateLimitsConfig| {
@@ -289,6 +304,14 @@ impl KeyTable {
     pub(super) fn len(&self) -> usize {
         self.keys + self.by_certificate.len()
     }
+}
+
+/// The tenants that a configuration and its keys file name: the listed ones first.
+fn named<'a>(config: &'a AuthConfig, file: &'a KeysFile) -> impl Iterator<Item = &'a str> {
+    let listed = config.tenants.iter().chain(&file.tenants).map(|tenant| tenant.name.as_str());
+    let with_keys = config.keys.iter().chain(&file.keys).map(|key| key.tenant.as_str());
+    let certificates = config.certificates.iter().chain(&file.certificates);
+    listed.chain(with_keys).chain(certificates.map(|certificate| certificate.tenant.as_str()))
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

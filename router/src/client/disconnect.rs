@@ -15,7 +15,8 @@ use std::task::Poll;
 
 use crate::client::session::{ClientGone, Session};
 
-/// Runs `work` until it is done or the client disconnects. The request's body must have been read.
+/// Runs `work` until it is done or the client disconnects. Of a body that was not read yet, a bounded part is stored
+/// meanwhile.
 ///
 /// # Cancel safety
 /// `work` is dropped when the client disconnects. Pass `&mut future` to keep it.

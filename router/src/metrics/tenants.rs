@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::registry::{Counter, Gauge, Histogram, Registry, families};
 
-/// Limit on tenants with their own label: each label value is a time series in the monitoring system.
+/// Limit on configured tenants with their own label, and on all tenants up to which others get one. Each label value is
+/// a time series in the monitoring system.
 const TENANTS_MAX: usize = 100;
 
 /// Seconds: a server in the same host to the longest timeout.
@@ -13,7 +14,8 @@ const SECONDS: &[f64] = &[0.0001, 0.0003, 0.001, 0.003, 0.01, 0.02, 0.03, 0.1, 0
 
 families! {
     counter REQUESTS("baton_router_tenant_requests_total", ["tenant"]):
-        "Requests that a tenant's limits allowed. The first 100 tenants have their own label, the rest are `other`.";
+        "Requests that a tenant's limits allowed. The first 100 configured tenants have their own label, and others up to \
+         100 in all. The rest are `other`.";
     counter TOKENS("baton_router_tenant_tokens_total", ["tenant", "kind"]):
         "Tokens of a tenant's responses, from the engines' `usage`: `prompt`, `cached_prompt` (part of prompt), \
          `completion` (events, if a stream ended before its usage).";
@@ -26,7 +28,8 @@ families! {
     counter RELOADS("baton_router_keys_reloads_total", ["result"]): "Reloads of the keys file.";
     counter TOKEN_CHECKS("baton_router_jwt_checks_total", ["result"]):
         "Checks of tokens (JWT). `cached`: accepted without a check of the signature. `verified`: accepted after it. \
-         `no_keys`, `busy`: refused with 503 without the issuer's keys, or beyond the bound of checks. `refused`: 401.";
+         `no_keys`, `busy`: refused with 503 without the issuer's keys, or with keys that may be older than the token's, \
+         or beyond the bound of checks. `refused`: 401.";
     counter KEY_FETCHES("baton_router_jwks_fetches_total", ["issuer", "result"]):
         "Fetches of an issuer's keys (JWKS): `ok` or `failed`.";
     gauge ISSUER_KEYS("baton_router_jwks_keys", ["issuer"]):
@@ -39,7 +42,7 @@ families! {
     counter CORRECTIONS("baton_router_shared_limits_corrections_total", ["result"]):
         "Corrections sent after a request's end: `sent`, `failed`, or `dropped` because the queue was full.";
     gauge SHARED_UP("baton_router_shared_limits_up", []):
-        "1 while requests ask the server of the shared limits, otherwise 0.";
+        "1 while requests ask the server of the shared limits, otherwise 0. No sample: none is configured.";
 }
 
 /// The limit that refused a request.
@@ -91,7 +94,7 @@ baton_connector::labelled! {
         Verified => "verified",
         /// 401.
         Refused => "refused",
-        /// 503: the issuer's keys are unavailable.
+        /// 503: the issuer's keys are unavailable, or older than a token with an unknown key may be.
         NoKeys => "no_keys",
         /// 503: too many checks at once, or too many tenants.
         Busy => "busy",
@@ -143,7 +146,6 @@ impl IssuerMetrics {
 }
 
 /// The metrics of the shared limits.
-#[derive(Clone)]
 pub(crate) struct SharedLimitsMetrics {
     results: [Counter; SharedResult::ALL.len()],
     corrections: [Counter; CorrectionResult::ALL.len()],
@@ -199,7 +201,6 @@ pub(crate) struct TenantMetrics {
     unknown: [Counter; UnauthorizedReason::ALL.len()],
     token_checks: [Counter; TokenCheckResult::ALL.len()],
     reloads: [Counter; 2],
-    pub shared: SharedLimitsMetrics,
 }
 
 impl TenantMetrics {
@@ -212,8 +213,12 @@ impl TenantMetrics {
             token_checks: TokenCheckResult::ALL
                 .map(|result| registry.counter(&TOKEN_CHECKS, &[result.label()])),
             reloads: ["ok", "failed"].map(|result| registry.counter(&RELOADS, &[result])),
-            shared: SharedLimitsMetrics::new(registry),
         }
+    }
+
+    /// The metrics of the shared limits, which exist while these are configured: 0 would mean that the server is away.
+    pub(crate) fn shared_limits(&self) -> SharedLimitsMetrics {
+        SharedLimitsMetrics::new(&self.registry)
     }
 
     /// The metrics of an issuer of tokens.
@@ -228,23 +233,50 @@ impl TenantMetrics {
         self.token_checks[result as usize].increment(1);
     }
 
+    /// Gives the first of these tenants their own labels, also if tenants that only tokens name have taken all.
+    pub(crate) fn reserve<'a>(&self, names: impl Iterator<Item = &'a str>) {
+        let mut reserved: Vec<&str> = Vec::new();
+        for name in names {
+            if reserved.len() >= TENANTS_MAX {
+                break;
+            }
+            if !reserved.contains(&name) {
+                reserved.push(name);
+            }
+        }
+        let mut tenants = self.tenants.lock().unwrap_or_else(PoisonError::into_inner);
+        for name in &reserved {
+            if tenants.contains_key(*name) {
+                continue;
+            }
+            if tenants.len() >= 2 * TENANTS_MAX {
+                // Labels of earlier configurations. The series last as long as their tenants.
+                tenants.retain(|known, _| reserved.contains(&known.as_str()));
+            }
+            tenants.insert((*name).to_owned(), self.counters(name));
+        }
+    }
+
     /// The counters of a tenant.
     pub(crate) fn tenant(&self, name: &str) -> TenantCounters {
         let mut tenants = self.tenants.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(counters) = tenants.get(name) {
             return counters.clone();
         }
-        let own = tenants.len() < TENANTS_MAX;
-        let label = if own { name } else { "other" };
+        if tenants.len() >= TENANTS_MAX {
+            return self.counters("other");
+        }
+        let counters = self.counters(name);
+        tenants.insert(name.to_owned(), counters.clone());
+        counters
+    }
+
+    fn counters(&self, label: &str) -> TenantCounters {
         let kinds = ["prompt", "cached_prompt", "completion"];
-        let counters = TenantCounters {
+        TenantCounters {
             requests: self.registry.counter(&REQUESTS, &[label]),
             tokens: kinds.map(|kind| self.registry.counter(&TOKENS, &[label, kind])),
-        };
-        if own {
-            tenants.insert(name.to_owned(), counters.clone());
         }
-        counters
     }
 
     pub(crate) fn count_limited(&self, limit: LimitKind) {
@@ -263,6 +295,50 @@ impl TenantMetrics {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn labels(registry: &Registry) -> Vec<String> {
+        let mut labels = Vec::new();
+        registry.for_each(&REQUESTS, |label, _| labels.push(label.to_owned()));
+        labels
+    }
+
+    #[test]
+    fn configured_tenants_have_labels_whatever_tokens_name() {
+        let registry = Arc::new(Registry::default());
+        let metrics = TenantMetrics::new(&registry);
+        let names: Vec<_> = (0..10_000).map(|n| format!("c{n}")).collect();
+        // At load, before any token.
+        metrics.reserve(names.iter().map(String::as_str).take(1));
+        let mut kept: Vec<_> = (0..10_000).map(|n| metrics.tenant(&format!("t{n}"))).collect();
+        kept.push(metrics.tenant("c0"));
+        assert_eq!(labels(&registry).len(), TENANTS_MAX + 1);
+        // At reloads, with a bounded number of labels.
+        for first in (0..5_000).step_by(500) {
+            metrics.reserve(names[first..].iter().map(String::as_str));
+            kept = names[first..first + TENANTS_MAX].iter().map(|name| metrics.tenant(name)).collect();
+            let there = labels(&registry);
+            let has = |name: &String| there.contains(&format!("tenant=\"{name}\""));
+            assert!(names[first..first + TENANTS_MAX].iter().all(has), "{first}");
+            assert!(there.len() <= 2 * TENANTS_MAX + 1, "{}", there.len());
+        }
+        drop(kept);
+    }
+
+    #[test]
+    fn shared_limits_have_a_gauge_while_they_are_configured() {
+        let registry = Arc::new(Registry::default());
+        let metrics = TenantMetrics::new(&registry);
+        let gauges = || {
+            let mut count = 0;
+            registry.for_each(&SHARED_UP, |_, _| count += 1);
+            count
+        };
+        assert_eq!(gauges(), 0, "an alert on 0 would fire");
+        let shared = metrics.shared_limits();
+        assert_eq!(gauges(), 1);
+        drop(shared);
+        assert_eq!(gauges(), 0);
+    }
 
     #[test]
     fn ten_thousand_tenants_are_a_hundred_labels_and_one() {

@@ -56,6 +56,8 @@ pub(crate) struct HandoffSettings {
     pub keep_turns: Option<Duration>,
     /// Another engine continues a stream whose decode engine fails.
     pub resume: bool,
+    /// The log has a warning that the engines keep no blocks.
+    pub has_warned_of_turns: Arc<AtomicBool>,
     /// A prefill engine has shown that it writes blocks to decode engines.
     pub pushes: Arc<AtomicBool>,
     /// The prefill engine is the only one that the request may use, so it is tried again.
@@ -83,6 +85,9 @@ impl HandoffSettings {
             early_handoff: config.early_handoff,
             reuse_tokens: config.reuse_tokens,
             keep_turns: config.bidirectional_kv.map(|kept| Duration::from_millis(kept.idle_ms)),
+            has_warned_of_turns: previous
+                .map(|previous| Arc::clone(&previous.handoff.has_warned_of_turns))
+                .unwrap_or_default(),
             resume: config.resume && config.fallback == Fallback::Aggregate,
             pushes: Arc::new(AtomicBool::new(pushes)),
             repeats_prefill: false,
@@ -196,6 +201,7 @@ impl Model {
                 early_handoff,
                 reuse_tokens,
                 keep_turns,
+                has_warned_of_turns: Arc::clone(&self.handoff.has_warned_of_turns),
                 resume,
                 pushes: Arc::clone(prefill.map_or(&self.handoff.pushes, |source| &source.pushes)),
                 repeats_prefill: true,

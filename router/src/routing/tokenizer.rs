@@ -143,7 +143,7 @@ impl Tokenizer {
             Ok(asked) => asked?,
             Err(_elapsed) => {
                 // Any form: a late answer says nothing of the form.
-                self.record(&engine, TokenForm::TokenizeText, FormOutcome::Failed);
+                self.record(&engine, TokenForm::TokenizeText, FormOutcome::Late, question.body.len());
                 return Err(TokenizeResult::Late);
             }
         };
@@ -209,7 +209,7 @@ impl Tokenizer {
                 },
                 Err(_) => (FormOutcome::Failed, Err(TokenizeResult::Failed)),
             };
-            self.record(engine, form, outcome);
+            self.record(engine, form, outcome, bytes);
             if outcome != FormOutcome::Missing {
                 return ids.map(|ids| PromptIds { exact: question.is_exact(form), ..PromptIds::exact(ids) });
             }
@@ -220,12 +220,12 @@ impl Tokenizer {
         self.state().engines.get(&engine.id()).copied().unwrap_or_default().best(kind, now)
     }
 
-    fn record(&self, engine: &Engine, form: TokenForm, outcome: FormOutcome) {
+    fn record(&self, engine: &Engine, form: TokenForm, outcome: FormOutcome, bytes: usize) {
         let mut state = self.state();
         if state.engines.len() >= ENGINES_MAX && !state.engines.contains_key(&engine.id()) {
             state.engines.clear();
         }
-        state.engines.entry(engine.id()).or_default().record(form, outcome, Instant::now());
+        state.engines.entry(engine.id()).or_default().record(form, outcome, bytes, Instant::now());
     }
 
     fn state(&self) -> MutexGuard<'_, TokenizerState> {

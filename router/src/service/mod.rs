@@ -10,6 +10,7 @@ mod models;
 mod response;
 pub(crate) mod sidecar;
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -138,7 +139,7 @@ impl ClientService {
                 let owner = context.request_owner();
                 let headers = &session.req_header().headers;
                 let request = read(dialect, body, headers, &context.generation, owner.as_ref())?;
-                context.limit(&request).await?;
+                race(session, pin!(context.limit(&request))).await??;
                 context.accounting.passed = !dialect.generates();
                 match self.ask(session, context, request).await {
                     Err(RequestError::Refused(refusal)) if session.has_begun() => {
@@ -254,21 +255,25 @@ impl ClientService {
         &self,
         session: &mut Session,
         context: &RequestContext,
-    ) -> Result<Option<Arc<Identity>>, ApiError> {
+    ) -> Result<Option<Arc<Identity>>, RequestError> {
         let Some(auth) = &context.generation.auth else { return Ok(None) };
         let credentials = {
             let names = session.certificate_names().unwrap_or_default();
             auth.identify(&session.req_header().headers, &names, &self.0.limits.tenants)?
         };
         session.req_header_mut().remove_header(&AUTHORIZATION);
-        auth.check(credentials, &self.0.limits.tenants).await.map(Some)
+        // Pinned here, so that the race has no memory for it.
+        let checked = race(session, pin!(auth.check(credentials, &self.0.limits.tenants))).await?;
+        Ok(Some(checked?))
     }
 
-    /// Identifies the client and takes a place within its limits.
-    async fn permit(&self, session: &mut Session, context: &mut RequestContext) -> Result<(), ApiError> {
+    /// Identifies the client and takes a place within its limits. A client that leaves meanwhile has none: what the
+    /// server of shared limits has counted is undone as after a late answer.
+    async fn permit(&self, session: &mut Session, context: &mut RequestContext) -> Result<(), RequestError> {
         if let Some(identity) = self.identify(session, context).await? {
             let shared = context.generation.auth.as_ref().and_then(|auth| auth.shared());
-            let permit = Permit::begin(identity, &self.0.limits.tenants, shared).await?;
+            let tenants = &self.0.limits.tenants;
+            let permit = race(session, pin!(Permit::begin(identity, tenants, shared))).await??;
             context.ids.common_headers.limits = context.client.permit.insert(permit).headers();
         }
         Ok(())

@@ -26,7 +26,7 @@ const UNKNOWN_PAUSE: Duration = Duration::from_secs(10);
 const BACKOFF_MAX: Duration = Duration::from_secs(60);
 /// Time that a request waits for a fetch; as long as a fetch may take, so that its result is seen.
 const WAIT_MAX: Duration = Duration::from_secs(6);
-/// Maximum requests that wait for an issuer's fetch. More are refused at once.
+/// Maximum requests that wait for an issuer's fetch. More get the keys that are there at once.
 const WAITERS_MAX: usize = 256;
 
 /// The keys of an issuer, kept current.
@@ -42,6 +42,8 @@ pub(super) struct CurrentKeys {
     pub set: Arc<KeySet>,
     /// Changes when a key is withdrawn, and not when one is added.
     pub version: u64,
+    /// When the fetch of them began; `None` for a file, whose keys do not change.
+    asked_at: Option<Instant>,
 }
 
 struct KeyState {
@@ -109,13 +111,25 @@ impl FetchPlan {
         attempted + if self.failures == 0 { self.refresh } else { backoff.min(self.refresh) }
     }
 
+    /// Time until an unknown key id may cause a fetch.
+    fn pause(&self, now: Instant) -> Duration {
+        self.asked.map_or(Duration::ZERO, |asked| (asked + UNKNOWN_PAUSE).saturating_duration_since(now))
+    }
+
     /// Whether an unknown key id may cause a fetch now.
     fn may_ask(&self, now: Instant) -> bool {
-        self.asked.is_none_or(|asked| now.saturating_duration_since(asked) >= UNKNOWN_PAUSE)
+        self.pause(now).is_zero()
     }
 
     fn is_stale(&self, now: Instant) -> bool {
         self.succeeded.is_none_or(|succeeded| now.saturating_duration_since(succeeded) > self.stale)
+    }
+}
+
+impl CurrentKeys {
+    /// Whether they include each key that was published at this time and is not withdrawn.
+    pub(super) fn are_newer_than(&self, published: Instant) -> bool {
+        self.asked_at.is_none_or(|asked_at| asked_at >= published)
     }
 }
 
@@ -159,6 +173,11 @@ impl KeySource {
         let keys = self.shared.keys.lock();
         let is_file = self.shared.config.jwks_file.is_some();
         keys.current.clone().filter(|_| is_file || !keys.plan.is_stale(Instant::now()))
+    }
+
+    /// Time until an unknown key id may cause a fetch.
+    pub(super) fn pause(&self) -> Duration {
+        self.shared.keys.lock().plan.pause(Instant::now())
     }
 
     /// Waits for the fetch in progress, or causes one. Returns at once where neither is possible.
@@ -242,7 +261,8 @@ impl KeyState {
                 }
                 let kept = keys.current.as_ref().is_some_and(|before| set.contains(&before.set));
                 keys.versions += u64::from(!kept);
-                keys.current = Some(CurrentKeys { set: Arc::new(set), version: keys.versions });
+                let (version, asked_at) = (keys.versions, keys.plan.attempted);
+                keys.current = Some(CurrentKeys { set: Arc::new(set), version, asked_at });
             }
             // One line when it begins to fail, and one a minute afterwards.
             Err(error) if failures == 0 || failures >= 6 => tracing::warn!(
@@ -299,6 +319,7 @@ mod tests {
         assert!(plan.may_ask(start), "a regular fetch does not count");
         plan.asked = Some(start);
         assert!(!plan.may_ask(start + s(9)) && plan.may_ask(start + s(10)));
+        assert_eq!((plan.pause(start + s(4)), plan.pause(start + s(60))), (s(6), s(0)));
         plan.end(start + s(5), false);
         assert!(!plan.may_ask(start + s(9)), "a failure is no reason to ask more often");
     }

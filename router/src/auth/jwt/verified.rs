@@ -27,6 +27,8 @@ pub(super) struct VerifiedToken {
 pub(super) struct VerifiedTokens {
     young: HashMap<[u8; 32], VerifiedToken>,
     old: HashMap<[u8; 32], VerifiedToken>,
+    /// Increases when all are forgotten.
+    epoch: u64,
 }
 
 /// The name of a token in [`VerifiedTokens`]. The token itself is not stored.
@@ -40,14 +42,23 @@ impl VerifiedTokens {
             Some(found) => found.clone(),
             None => {
                 let found = self.old.remove(hash)?;
-                self.insert(*hash, found.clone());
+                self.insert(self.epoch, *hash, found.clone());
                 found
             }
         };
         (now_s <= found.until_s).then_some(found)
     }
 
-    pub(super) fn insert(&mut self, hash: [u8; 32], token: VerifiedToken) {
+    /// The epoch of a check that begins now.
+    pub(super) fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// Remembers a token whose check began in this epoch. That of an earlier one used limits that have changed.
+    pub(super) fn insert(&mut self, epoch: u64, hash: [u8; 32], token: VerifiedToken) {
+        if epoch != self.epoch {
+            return;
+        }
         if self.young.len() >= HALF_MAX {
             self.old = std::mem::take(&mut self.young);
         }
@@ -55,7 +66,7 @@ impl VerifiedTokens {
     }
 
     pub(super) fn clear(&mut self) {
-        *self = Self::default();
+        *self = Self { epoch: self.epoch.wrapping_add(1), ..Self::default() };
     }
 }
 
@@ -75,18 +86,29 @@ mod tests {
     #[test]
     fn a_token_is_remembered_until_it_expires() {
         let mut tokens = VerifiedTokens::default();
-        tokens.insert(hash("a"), token(10));
+        tokens.insert(0, hash("a"), token(10));
         assert!(tokens.get(&hash("a"), 10).is_some());
         assert!(tokens.get(&hash("a"), 11).is_none() && tokens.get(&hash("b"), 10).is_none());
     }
 
     #[test]
+    fn a_check_that_began_before_a_change_of_limits_is_not_remembered() {
+        let mut tokens = VerifiedTokens::default();
+        let before = tokens.epoch();
+        tokens.clear();
+        tokens.insert(before, hash("a"), token(10));
+        assert!(tokens.get(&hash("a"), 0).is_none(), "its limits were replaced meanwhile");
+        tokens.insert(tokens.epoch(), hash("a"), token(10));
+        assert!(tokens.get(&hash("a"), 0).is_some());
+    }
+
+    #[test]
     fn tokens_in_use_survive_and_the_table_is_bounded() {
         let (mut tokens, token) = (VerifiedTokens::default(), token(10));
-        tokens.insert(hash("used"), token.clone());
-        tokens.insert(hash("unused"), token.clone());
+        tokens.insert(0, hash("used"), token.clone());
+        tokens.insert(0, hash("unused"), token.clone());
         for n in 0..3 * HALF_MAX {
-            tokens.insert(hash(&n.to_string()), token.clone());
+            tokens.insert(0, hash(&n.to_string()), token.clone());
             assert!(tokens.get(&hash("used"), 0).is_some(), "after {n}");
             assert!(tokens.young.len() + tokens.old.len() <= 2 * HALF_MAX);
         }

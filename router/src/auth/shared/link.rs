@@ -5,13 +5,15 @@
 //!    └── backoff, 0.1 to 5 s
 //! ```
 //!
+//! Failures within one `timeout_ms` count once: requests that wait together fail together, in one short stall.
+//!
 //! A request never connects and never tests: while the link is down, it learns that without a wait.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwapOption;
+use parking_lot::Mutex;
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, ProtocolVersion, RedisConnectionInfo, RedisError, ScriptInvocation};
 use tokio::sync::Notify;
@@ -37,11 +39,31 @@ const BACKOFF_MAX: Duration = Duration::from_secs(5);
 const STABLE: Duration = Duration::from_secs(10);
 
 /// The link of a router to the server.
-#[derive(Default)]
 pub(super) struct StoreLink {
     /// `None`: down.
     current: ArcSwapOption<Connected>,
-    failures: AtomicU32,
+    failures: Mutex<FailureRow>,
+    /// The time within which failures count once: that of a question.
+    window: Duration,
+}
+
+/// Failures in a row. Pure.
+#[derive(Debug, Default)]
+struct FailureRow {
+    count: u32,
+    /// The latest failure that was counted.
+    latest: Option<Instant>,
+}
+
+impl FailureRow {
+    /// Counts a failure, unless another one was counted within the window. Returns whether the link is given up.
+    fn add(&mut self, now: Instant, window: Duration) -> bool {
+        if self.latest.is_none_or(|latest| now.saturating_duration_since(latest) >= window) {
+            self.count = self.count.saturating_add(1);
+            self.latest = Some(now);
+        }
+        self.count >= FAILURES_MAX
+    }
 }
 
 /// A connection, and the task that reads and writes it.
@@ -66,6 +88,11 @@ pub(super) enum LinkError {
 }
 
 impl StoreLink {
+    /// A link that is down. `window`: the time of a question.
+    pub(super) fn new(window: Duration) -> Self {
+        Self { current: ArcSwapOption::empty(), failures: Mutex::default(), window }
+    }
+
     /// Asks the server, for a request. An error has been counted as a failure of the link.
     ///
     /// # Errors
@@ -80,7 +107,7 @@ impl StoreLink {
         let asked = tokio::time::timeout(timeout, invocation.invoke_async::<Vec<i64>>(&mut connection)).await;
         match asked {
             Ok(Ok(reply)) => {
-                self.failures.store(0, Ordering::Relaxed);
+                *self.failures.lock() = FailureRow::default();
                 Ok(reply)
             }
             Ok(Err(error)) => {
@@ -105,7 +132,8 @@ impl StoreLink {
 
     /// Counts an answer that was late or made no sense.
     pub(super) fn count_failure(&self, connected: &Arc<Connected>) {
-        if self.failures.fetch_add(1, Ordering::Relaxed) + 1 >= FAILURES_MAX {
+        let is_over = self.failures.lock().add(Instant::now(), self.window);
+        if is_over {
             self.take_down(connected);
         }
     }
@@ -123,7 +151,7 @@ impl StoreLink {
 
     /// Requests use the connection from now on.
     pub(super) fn put_up(&self, connected: Arc<Connected>) {
-        self.failures.store(0, Ordering::Relaxed);
+        *self.failures.lock() = FailureRow::default();
         self.current.store(Some(connected));
     }
 
@@ -212,6 +240,19 @@ impl Backoff {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn failures_within_one_timeout_count_once() {
+        let (window, start) = (Duration::from_millis(20), Instant::now());
+        let mut row = FailureRow::default();
+        for stall in 1..FAILURES_MAX {
+            // A hundred requests wait for the same answer.
+            let since = start + window * stall;
+            assert!((0..100).all(|n| !row.add(since + window * n / 101, window)), "stall {stall}");
+            assert_eq!(row.count, stall);
+        }
+        assert!(row.add(start + window * FAILURES_MAX, window), "three timeouts in a row");
+    }
 
     #[test]
     fn pauses_double_until_a_connection_was_stable() {

@@ -169,11 +169,10 @@ impl ClientConnection {
         pieces.iter().for_each(|piece| unsent.extend_from_slice(piece));
     }
 
-    /// Ready once the client's end of the connection is closed or broken. To be called after the request's body
-    /// was read.
+    /// Ready once the client's end of the connection is closed or broken.
     ///
-    /// Bytes that arrive meanwhile belong to the next request and are stored. If they are too many, the end is
-    /// behind unread bytes. Then the kernel is queried for it.
+    /// Bytes that arrive meanwhile belong to an unread body or to the next request, and are stored. If they are too
+    /// many, the end is behind unread bytes. Then the kernel is queried for it.
     pub(crate) fn poll_gone(&self, context: &mut Context<'_>) -> Poll<()> {
         let state = &mut *self.lock();
         while state.ahead.len() < AHEAD_BYTES_MAX {
@@ -185,7 +184,7 @@ impl ClientConnection {
                 return Poll::Ready(());
             }
             state.ahead.extend_from_slice(buffer.filled());
-            state.pipelines = true;
+            state.pipelines |= state.body == UnreadBody::Read;
         }
         let timer = state.end_check.get_or_insert_with(|| Box::pin(tokio::time::sleep(END_CHECK_INTERVAL)));
         loop {

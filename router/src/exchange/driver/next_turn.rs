@@ -11,6 +11,7 @@
 //! is released only after the time of a kept turn. Blocks whose tokens are unknown are released at once.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use baton_connector::exchange::Failure;
@@ -20,6 +21,8 @@ use hyper::header::HeaderValue;
 
 use super::ExchangeDriver;
 use crate::engines::caches::kept_turns::{KeptTurn, TurnOwner};
+use crate::engines::http::Engine;
+use crate::engines::protocol::ProtocolKind;
 use crate::exchange::client_request::ClientRequest;
 use crate::legs::prefill::PrefillResult;
 use crate::legs::settle::TurnRelease;
@@ -98,6 +101,21 @@ impl ExchangeDriver {
                 let model = Arc::clone(&self.model);
                 self.shared.settler.release_turn(TurnRelease { model, params, request, authorization });
             }
+        }
+    }
+
+    /// Logs once per model that a learned protocol keeps no turns. With a configured one the configuration is refused.
+    pub(super) fn warn_of_unkept_turns(&self, engine: &Engine) {
+        let handoff = &self.model.handoff;
+        if handoff.keep_turns.is_some()
+            && engine.known_protocol() == Some(ProtocolKind::Sglang)
+            && !handoff.has_warned_of_turns.swap(true, Ordering::Relaxed)
+        {
+            tracing::warn!(
+                event = "turns_not_kept",
+                model = self.model.name,
+                "bidirectional_kv has no effect, SGLang keeps no blocks for a next turn"
+            );
         }
     }
 

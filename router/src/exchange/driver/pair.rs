@@ -103,7 +103,10 @@ impl ExchangeDriver {
             return Ok(false);
         }
         match self.protocol.order() {
-            LegOrder::Concurrent => Ok(true),
+            LegOrder::Concurrent => {
+                self.warn_of_unkept_turns(&engine);
+                Ok(true)
+            }
             LegOrder::PrefillFirst => self.sends_push(session, request).await,
         }
     }

@@ -9,7 +9,8 @@
 //!
 //! vLLM answers 403 at a render path without `--enable-scale-out`, and its Rust front end 501. A missing form is tried
 //! again after a minute, because another version may start at the same address. After several failures in a row an engine
-//! is not asked for a while, which doubles with each further failure.
+//! is not asked for a while, which doubles with each further failure. A late answer about a long body shows that the
+//! body is long, so it is no failure: other requests of the model still get their ids.
 
 use std::time::{Duration, Instant};
 
@@ -20,6 +21,8 @@ const FAILURES_MAX: u32 = 3;
 const PAUSE: Duration = Duration::from_secs(1);
 /// The longest pause is 64 times [`PAUSE`].
 const DOUBLINGS_MAX: u32 = 6;
+/// Bodies up to this size are answered in time by any engine that is not stuck: about 4,000 tokens, or 10 ms.
+const SHORT_BYTES: usize = 16 << 10;
 
 /// The kind of a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,8 +81,10 @@ pub(super) enum FormOutcome {
     Missing,
     /// The request is at fault.
     Refused,
-    /// The engine failed, sent nonsense, or was late.
+    /// The engine failed, or sent nonsense.
     Failed,
+    /// No answer in time.
+    Late,
 }
 
 impl FormOutcome {
@@ -106,6 +111,8 @@ pub(super) enum NoForm {
 pub(super) struct EngineForms {
     /// Until when each form counts as missing.
     missing: [Option<Instant>; TokenForm::COUNT],
+    /// The longest body that was answered in time. A late answer about a shorter one lowers it.
+    answered_bytes: usize,
     /// Failures in a row.
     failures: u32,
     paused_until: Option<Instant>,
@@ -121,21 +128,29 @@ impl EngineForms {
         kind.forms().iter().copied().find(|form| !is_missing(*form)).ok_or(NoForm::Missing)
     }
 
-    /// Applies what an answer shows.
-    pub(super) fn record(&mut self, form: TokenForm, outcome: FormOutcome, now: Instant) {
+    /// Applies what an answer about a body of `bytes` shows.
+    pub(super) fn record(&mut self, form: TokenForm, outcome: FormOutcome, bytes: usize, now: Instant) {
         match outcome {
             FormOutcome::Missing => self.missing[form as usize] = now.checked_add(RECHECK_INTERVAL),
             FormOutcome::Answered => {
                 self.missing[form as usize] = None;
                 (self.failures, self.paused_until) = (0, None);
+                self.answered_bytes = self.answered_bytes.max(bytes);
             }
             FormOutcome::Refused => {}
-            FormOutcome::Failed => {
-                self.failures = self.failures.saturating_add(1);
-                if let Some(further) = self.failures.checked_sub(FAILURES_MAX) {
-                    self.paused_until = now.checked_add(PAUSE * (1 << further.min(DOUBLINGS_MAX)));
-                }
+            FormOutcome::Failed => self.fail(now),
+            FormOutcome::Late if bytes > self.answered_bytes.max(SHORT_BYTES) => {}
+            FormOutcome::Late => {
+                self.answered_bytes = self.answered_bytes.min(bytes / 2);
+                self.fail(now);
             }
+        }
+    }
+
+    fn fail(&mut self, now: Instant) {
+        self.failures = self.failures.saturating_add(1);
+        if let Some(further) = self.failures.checked_sub(FAILURES_MAX) {
+            self.paused_until = now.checked_add(PAUSE * (1 << further.min(DOUBLINGS_MAX)));
         }
     }
 }
@@ -151,9 +166,9 @@ mod tests {
         for status in [403, 404, 405, 501] {
             assert_eq!(FormOutcome::of_status(status), FormOutcome::Missing);
         }
-        engine.record(TokenForm::RenderChat, FormOutcome::Missing, now);
+        engine.record(TokenForm::RenderChat, FormOutcome::Missing, 1, now);
         assert_eq!(engine.best(PromptKind::Chat, now), Ok(TokenForm::TokenizeChat));
-        engine.record(TokenForm::TokenizeChat, FormOutcome::Missing, now);
+        engine.record(TokenForm::TokenizeChat, FormOutcome::Missing, 1, now);
         assert_eq!(engine.best(PromptKind::Chat, now), Err(NoForm::Missing));
         assert_eq!(engine.best(PromptKind::Text, now), Ok(TokenForm::TokenizeText), "a form of its own");
         assert_eq!(engine.best(PromptKind::Messages, now), Ok(TokenForm::RenderMessages));
@@ -167,21 +182,44 @@ mod tests {
         let form = TokenForm::TokenizeText;
         let is_asked = |engine: &EngineForms, now| engine.best(PromptKind::Text, now).is_ok();
         for _ in 1..FAILURES_MAX {
-            engine.record(form, FormOutcome::Failed, now);
+            engine.record(form, FormOutcome::Failed, 1, now);
             assert!(is_asked(&engine, now));
         }
         // Refusals show nothing.
-        engine.record(form, FormOutcome::of_status(400), now);
+        engine.record(form, FormOutcome::of_status(400), 1, now);
         for doubling in 0..10 {
-            engine.record(form, FormOutcome::Failed, now);
+            engine.record(form, FormOutcome::Failed, 1, now);
             let pause = PAUSE * (1 << doubling.min(DOUBLINGS_MAX));
             assert_eq!(engine.best(PromptKind::Text, now), Err(NoForm::Paused));
             assert!(!is_asked(&engine, now + pause - Duration::from_millis(1)));
             now += pause;
             assert!(is_asked(&engine, now));
         }
-        engine.record(form, FormOutcome::Answered, now);
-        engine.record(form, FormOutcome::of_status(503), now);
+        engine.record(form, FormOutcome::Answered, 1, now);
+        engine.record(form, FormOutcome::of_status(503), 1, now);
         assert!(is_asked(&engine, now), "an answer ends the row");
+    }
+
+    #[test]
+    fn late_answers_about_long_bodies_do_not_stop_the_questions_about_others() {
+        let (form, now) = (TokenForm::TokenizeText, Instant::now());
+        let is_asked = |engine: &EngineForms| engine.best(PromptKind::Text, now).is_ok();
+        let mut engine = EngineForms::default();
+        let late = |engine: &mut EngineForms, bytes, times| {
+            (0..times).for_each(|_| engine.record(form, FormOutcome::Late, bytes, now));
+        };
+        // No body of this length was ever answered in time.
+        late(&mut engine, SHORT_BYTES + 1, 100);
+        assert_eq!(engine.failures, 0);
+        // One was, and under load the same length is late: it counts once.
+        engine.record(form, FormOutcome::Answered, 200_000, now);
+        late(&mut engine, 200_001, 100);
+        assert_eq!(engine.failures, 0);
+        late(&mut engine, 180_000, 100);
+        assert_eq!(engine.failures, 1);
+        assert!(is_asked(&engine));
+        // A short body shows that the engine is stuck.
+        late(&mut engine, SHORT_BYTES, 2);
+        assert!(!is_asked(&engine));
     }
 }

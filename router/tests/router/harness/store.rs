@@ -21,6 +21,8 @@ pub(crate) enum StoreAnswer {
     Bytes(Vec<u8>),
     /// No answer.
     Silence,
+    /// As `Taken(1)`, but no answer to renewals of leases.
+    SilentRenewals,
 }
 
 struct StoreState {
@@ -113,8 +115,16 @@ async fn serve(stream: TcpStream, state: Arc<Mutex<StoreState>>) {
                     }
                     state.answer.clone()
                 };
+                let answer = match answer {
+                    // A question of a request names buckets first.
+                    StoreAnswer::SilentRenewals if is_script && words[3].ends_with(":concurrent") => {
+                        StoreAnswer::Silence
+                    }
+                    StoreAnswer::SilentRenewals => StoreAnswer::Taken(1),
+                    other => other,
+                };
                 match answer {
-                    StoreAnswer::Silence => continue,
+                    StoreAnswer::Silence | StoreAnswer::SilentRenewals => continue,
                     StoreAnswer::Bytes(bytes) => bytes,
                     StoreAnswer::Numbers(numbers) if is_script => array(&numbers),
                     StoreAnswer::Taken(until_full) if is_script => {

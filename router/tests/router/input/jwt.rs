@@ -3,7 +3,7 @@
 use baton_router::{NewKey, Router, RouterConfig};
 use serde_json::{Value, json};
 
-use crate::harness::client::{Client, ClientResponse, completion, get};
+use crate::harness::client::{Client, ClientResponse, DisconnectKind, completion, get};
 use crate::harness::engine::{Action, FakeEngine};
 use crate::harness::issuer::{IssuerAnswer, SigningKey, TestIssuer, base64url, now_s};
 use crate::harness::system::TestRouter;
@@ -168,7 +168,9 @@ async fn a_forged_token_is_refused_whatever_its_header_says() {
 #[tokio::test]
 async fn a_rotated_key_is_fetched_once_and_a_withdrawn_one_ends() {
     let (router, old) = standard("", "").await;
-    let claims = router.issuer.claims();
+    let mut claims = router.issuer.claims();
+    // Tokens that are older than each fetch below.
+    claims["iat"] = json!(now_s() - 60);
     let (first, second) = (SigningKey::new("k2"), SigningKey::new("k3"));
     assert_eq!(router.bearer(&old.sign(&claims)).await.status, 200);
     router.issuer.publish(&[&first]);
@@ -184,6 +186,65 @@ async fn a_rotated_key_is_fetched_once_and_a_withdrawn_one_ends() {
     }
     assert_eq!(router.issuer.key_requests(), 2);
     assert_eq!(router.bearer(&first.sign(&claims)).await.status, 200);
+}
+
+#[tokio::test]
+async fn a_token_gets_401_for_its_key_id_only_from_keys_that_are_newer() {
+    let (router, _) = standard("", "").await;
+    let claims = router.issuer.claims();
+    let unavailable = async |token: &str| {
+        let answer = router.bearer(token).await;
+        assert_eq!((answer.status, answer.code()), (503, "unavailable".to_owned()), "{}", answer.text());
+        let wait: u64 = answer.header("retry-after").unwrap().parse().unwrap();
+        assert!((1..=10).contains(&wait), "{wait}");
+    };
+    let (forged, fresh) = (SigningKey::new("forged"), SigningKey::new("k2"));
+    // The forged token's own fetch shows that its key does not exist, and begins the pause.
+    router.refuses(&forged.sign(&claims), "token_key_id").await;
+    assert_eq!(router.issuer.key_requests(), 2);
+    // The issuer rotates its keys within the pause.
+    router.issuer.publish(&[&fresh]);
+    let unauthorized = router.system.metric("baton_router_unauthorized_total").await;
+    for _ in 0..3 {
+        unavailable(&fresh.sign(&claims)).await;
+        unavailable(&forged.sign(&claims)).await;
+    }
+    let mut just_issued = claims.clone();
+    just_issued["iat"] = json!(now_s());
+    unavailable(&fresh.sign(&just_issued)).await;
+    assert_eq!(router.system.metric("baton_router_unauthorized_total").await, unauthorized);
+    router.system.counts("baton_router_jwt_checks_total{result=\"no_keys\"}", 7.0).await;
+    assert_eq!(router.issuer.key_requests(), 2, "a forged token causes no further fetch");
+    // A token from before the fetch would have its key among the fetched ones.
+    let mut old = claims.clone();
+    old["iat"] = json!(now_s() - 60);
+    router.refuses(&forged.sign(&old), "token_key_id").await;
+    assert!(router.d.received().is_empty());
+}
+
+#[tokio::test]
+async fn a_token_without_a_key_id_is_refused_if_its_issuer_has_several_keys() {
+    let keys = [SigningKey::new("k1"), SigningKey::new("k2")];
+    let issuer = TestIssuer::start(&[&keys[0], &keys[1]], IssuerAnswer::Keys).await;
+    let router = with_issuer(issuer, "", "").await;
+    router.has_keys(2.0).await;
+    let token = keys[0].sign_with(&json!({"alg": "ES256"}), &router.issuer.claims());
+    // The first one causes a fetch, and the second one comes within the pause.
+    for _ in 0..2 {
+        router.refuses(&token, "token_key_id").await;
+    }
+    assert_eq!(router.issuer.key_requests(), 2);
+}
+
+#[tokio::test]
+async fn a_token_with_an_unknown_key_id_gets_503_if_the_fetch_fails() {
+    let (router, known) = standard("", "").await;
+    router.issuer.answers(IssuerAnswer::Text(500, String::new()));
+    let fresh = SigningKey::new("k2");
+    let answer = router.bearer(&fresh.sign(&router.issuer.claims())).await;
+    assert_eq!((answer.status, answer.code()), (503, "unavailable".to_owned()), "{}", answer.text());
+    assert!(answer.header("retry-after").is_some());
+    assert_eq!(router.bearer(&known.sign(&router.issuer.claims())).await.status, 200);
 }
 
 #[tokio::test]
@@ -235,6 +296,25 @@ async fn tokens_of_an_issuer_that_hangs_wait_for_a_bounded_time_and_in_bounded_n
 }
 
 #[tokio::test]
+async fn a_client_that_leaves_while_its_issuer_hangs_is_noticed_at_once() {
+    let signing = SigningKey::new("k1");
+    let issuer = TestIssuer::start(&[&signing], IssuerAnswer::Hang).await;
+    let router = with_issuer(issuer, "", "").await;
+    let header = format!("Authorization: Bearer {}\r\n", signing.sign(&router.issuer.claims()));
+    // The second body is longer than what is read of it meanwhile.
+    for (n, bytes) in [(1.0, 5), (2.0, 40_000)] {
+        let mut body = completion(false);
+        body["prompt"] = json!("x".repeat(bytes));
+        let mut client = Client::connect(router.system.address).await;
+        client.post_bytes("/v1/completions", &header, body.to_string().as_bytes()).await;
+        client.hang_up(DisconnectKind::Fin);
+        router.system.counts("baton_router_disconnects_total{phase=\"queue\"}", n).await;
+    }
+    router.system.settled().await;
+    router.system.counts("baton_router_jwt_checks_total", 0.0).await;
+}
+
+#[tokio::test]
 async fn claims_grant_models_priority_and_limits_of_a_tenant() {
     let entry = ", tenant_prefix: 'idp:', models_claim: models, limits: {requests_per_minute: 2}";
     let auth = "  tenants: [{name: 'idp:listed', limits: {requests_per_minute: 1}}]\n";
@@ -256,6 +336,32 @@ async fn claims_grant_models_priority_and_limits_of_a_tenant() {
         }
     }
     router.system.counts("baton_router_tenant_requests_total{tenant=\"idp:b\"}", 2.0).await;
+}
+
+#[tokio::test]
+async fn a_listed_tenant_has_its_label_whatever_tenants_tokens_name() {
+    let (router, signing) = standard("", "  tenants: [{name: listed}]\n").await;
+    let post = async |org: String| {
+        let mut claims = router.issuer.claims();
+        claims["org"] = org.into();
+        assert_eq!(router.bearer(&signing.sign(&claims)).await.status, 200);
+    };
+    for n in 0..100 {
+        post(format!("t{n}")).await;
+    }
+    let series = |tenant: &str| format!("baton_router_tenant_requests_total{{tenant=\"{tenant}\"}}");
+    // Two labels are reserved: of the listed tenant, and of the key's.
+    router.system.counts(&series("other"), 2.0).await;
+    post("listed".to_owned()).await;
+    router.system.counts(&series("listed"), 1.0).await;
+    post("late".to_owned()).await;
+    router.system.counts(&series("other"), 3.0).await;
+    let next =
+        yaml(&router.issuer, &router.d, &router.key, "", "  tenants: [{name: listed}, {name: late}]\n");
+    router.system.reload.install(RouterConfig::from_yaml(&next, "t").unwrap()).unwrap();
+    post("late".to_owned()).await;
+    router.system.counts(&series("late"), 1.0).await;
+    router.system.counts(&series("other"), 3.0).await;
 }
 
 #[tokio::test]

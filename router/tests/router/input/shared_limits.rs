@@ -262,6 +262,63 @@ async fn a_lease_of_a_client_that_leaves_ends_in_every_way() {
 }
 
 #[tokio::test]
+async fn a_client_that_leaves_during_a_question_ends_its_lease() {
+    let router = standard(StoreAnswer::Taken(1), ", on_failure: refuse").await;
+    let disconnects = "baton_router_disconnects_total{phase=\"queue\"}";
+    let asked = async |questions: usize| {
+        eventually("the server is asked", || router.store.commands("EVALSHA").len() == questions).await;
+    };
+    let released = async |sets: usize| {
+        eventually("the lease ends", || router.store.commands("ZREM").len() == sets).await;
+    };
+    // In the second question, for the tokens of the body. The first one was answered before the body came.
+    let body = completion(false).to_string();
+    let head = format!(
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nauthorization: Bearer \
+         {}\r\ncontent-length: {}\r\n\r\n",
+        router.limited.key,
+        body.len()
+    );
+    let mut client = Client::connect(router.system.address).await;
+    client.send(head.as_bytes()).await;
+    router.counts("taken", 1.0).await;
+    router.store.answers(StoreAnswer::Silence);
+    client.send(body.as_bytes()).await;
+    asked(2).await;
+    client.hang_up(DISCONNECT_KINDS[0]);
+    router.system.counts(disconnects, 1.0).await;
+    released(2).await;
+    // In the first question.
+    let client = router.posted(&router.limited).await;
+    asked(3).await;
+    client.hang_up(DISCONNECT_KINDS[0]);
+    router.system.counts(disconnects, 2.0).await;
+    released(4).await;
+    router.system.settled().await;
+    assert!(router.d.received().is_empty());
+}
+
+#[tokio::test]
+async fn leases_of_several_sets_are_renewed_together() {
+    let d = FakeEngine::always(Action::Hang).await;
+    let router = with_store(TestStore::start(StoreAnswer::Taken(1)).await, d, "").await;
+    router.is_up(1.0).await;
+    let _client = router.posted(&router.limited).await;
+    eventually("the engine has it", || router.d.received().len() == 1).await;
+    let address = router.store.stop().await;
+    router.system.counts("baton_router_shared_limits_up", 0.0).await;
+    // The restarted server has lost the leases of key and tenant. It answers neither renewal.
+    let store = TestStore::at(address, StoreAnswer::SilentRenewals).await;
+    eventually("both renewals arrive without an answer", || {
+        let renewals = store.commands("EVALSHA").into_iter();
+        let mut sets: Vec<_> = renewals.map(|words| words[3].clone()).collect();
+        sets.dedup();
+        sets.len() == 2 && sets.iter().all(|set| set.ends_with(":concurrent"))
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn a_reload_keeps_the_connection_unless_its_terms_change() {
     let router = standard(StoreAnswer::Taken(1), "").await;
     for (drain_ms, timeout_ms, connections) in [(1, 500, 1), (2, 501, 2)] {

@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 use crate::harness::client::{Client, DISCONNECT_KINDS, completion, get, post};
 use crate::harness::engine::{Action, FakeEngine, ReceivedRequest, eventually};
 use crate::harness::system::{TestRouter, await_requests};
+use crate::operations::log::Warnings;
 
 const TOKEN: &str = r#"{"id":"p","object":"text_completion","model":"m","choices":[{"index":0,"text":"a","finish_reason":"length"}],"usage":{"prompt_tokens":3,"completion_tokens":1,"total_tokens":4}}"#;
 
@@ -91,6 +92,23 @@ async fn both_legs_are_sent_at_once_with_the_same_room() {
     system.settled().await;
     assert!(rids(&p).is_empty() && rids(&d).is_empty());
     system.counts("baton_router_requests_total{outcome=\"completed\"}", 1.0).await;
+}
+
+#[tokio::test]
+async fn turns_that_are_not_kept_are_logged_once_per_model() {
+    let warnings = Warnings::default();
+    // The test's runtime has one thread, which runs the whole router.
+    let _guard = tracing::subscriber::set_default(warnings.clone());
+    let logged = || warnings.lines().iter().filter(|line| line.contains("turns_not_kept")).count();
+    for (model, lines) in [("", 0), ("    bidirectional_kv: {idle_ms: 1000}\n", 1)] {
+        let (p, d) = (prefill().await, engine("decode", Action::Whole(1)).await);
+        let system = TestRouter::with(&[&p], &[&d], model, "").await;
+        for _ in 0..3 {
+            let answer = post(system.address, "/v1/completions", &completion(false)).await;
+            assert_eq!(answer.status, 200, "{}", answer.text());
+        }
+        assert_eq!(logged(), lines, "{model}");
+    }
 }
 
 #[tokio::test]

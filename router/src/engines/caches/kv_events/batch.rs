@@ -71,9 +71,9 @@ pub(super) struct StoredBlocks {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Medium {
     #[default]
-    Device = 1,
-    Host = 2,
-    Storage = 4,
+    Device,
+    Host,
+    Storage,
 }
 
 /// The part of a prompt that the layers of a cache group keep.
@@ -277,7 +277,9 @@ impl EventFields {
             b"medium" => {
                 self.stored.medium = match reader.item()? {
                     MsgpackItem::Nil | MsgpackItem::Text(b"GPU" | b"gpu") => Medium::Device,
-                    MsgpackItem::Text(name) if name.starts_with(b"CPU") => Medium::Host,
+                    MsgpackItem::Text(name) if name.starts_with(b"CPU") || name.starts_with(b"cpu") => {
+                        Medium::Host
+                    }
                     MsgpackItem::Text(_) => Medium::Storage,
                     _ => return Err(MsgpackError),
                 }
@@ -436,7 +438,7 @@ mod tests {
         };
         let mut remote = on("GPU");
         remote["locality"] = json!("REMOTE");
-        let events = [on("GPU"), on("CPU"), on("CPU_PINNED"), on("STORAGE"), remote];
+        let events = [on("GPU"), on("CPU"), on("cpu"), on("STORAGE"), remote];
         let batch = read(&json!([0, events])).expect("a batch");
         let media: Vec<_> = batch
             .iter()

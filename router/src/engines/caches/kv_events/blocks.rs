@@ -5,7 +5,8 @@
 //! parent has no name, and neither have the blocks that follow it.
 //!
 //! A block is cached while it is on some medium of the engine. Events of another medium than the device may name
-//! blocks without their tokens.
+//! blocks without their tokens, or with tokens and without their extra keys. Without the keys a salted block looks like
+//! one without a salt, so these events name no block: they add a medium to blocks with a name.
 
 use std::collections::HashMap;
 
@@ -26,6 +27,8 @@ pub(super) struct EngineBlocks {
     names: HashMap<u64, NamedBlock>,
     /// The kinds of the engine's cache groups, if the engine sends them. Two groups may use one name for a block.
     groups: HashMap<u64, AttentionKind>,
+    /// The engine sends the extra keys of blocks on the device, so an event without them is incomplete.
+    sends_keys: bool,
     /// The sequence number of the last message.
     last: Option<u64>,
 }
@@ -35,8 +38,38 @@ pub(super) struct EngineBlocks {
 struct NamedBlock {
     /// The router's name.
     name: u64,
-    /// The media that have it, as bits of [`Medium`]; at least one.
-    media: u8,
+    /// Where it is; at least on one medium.
+    media: BlockMedia,
+}
+
+/// The media that have a block. vLLM repeats the store of a block on the device without a removal for each. Each store
+/// on another medium has a removal, and chunks of several blocks announce the blocks that they share once each.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct BlockMedia {
+    device: bool,
+    /// Stores without a removal. A count stops at its maximum, and the block may then be forgotten too early.
+    host: u16,
+    storage: u16,
+}
+
+impl BlockMedia {
+    fn add(&mut self, medium: Medium) {
+        match medium {
+            Medium::Device => self.device = true,
+            Medium::Host => self.host = self.host.saturating_add(1),
+            Medium::Storage => self.storage = self.storage.saturating_add(1),
+        }
+    }
+
+    /// Removes one store of a medium, or all of them.
+    fn remove(&mut self, medium: Medium, all: bool) {
+        let rest = |count: u16| if all { 0 } else { count.saturating_sub(1) };
+        match medium {
+            Medium::Device => self.device = false,
+            Medium::Host => self.host = rest(self.host),
+            Medium::Storage => self.storage = rest(self.storage),
+        }
+    }
 }
 
 /// The place of a message in the sequence.
@@ -91,7 +124,7 @@ impl EngineBlocks {
 
     /// Forgets all events of the engine.
     pub(super) fn forget(&mut self) {
-        (self.names, self.groups) = Default::default();
+        (self.names, self.groups, self.sends_keys) = Default::default();
     }
 
     fn apply(
@@ -106,7 +139,9 @@ impl EngineBlocks {
                 if !self.is_full_attention(*group) {
                     return Err(IgnoredEventReason::Attention);
                 }
-                let removed = hashes.iter().filter_map(|hash| self.remove(*hash, *medium));
+                // With several such groups a prompt needs the block of each, so the first removal counts.
+                let full = self.groups.values().filter(|kind| **kind == AttentionKind::Full).count();
+                let removed = hashes.iter().filter_map(|hash| self.remove(*hash, *medium, full > 1));
                 changes.list.extend(removed.map(CacheChange::Removed));
                 Ok(())
             }
@@ -158,6 +193,12 @@ impl EngineBlocks {
         {
             return Err(IgnoredEventReason::Malformed);
         }
+        let on_device = stored.medium == Medium::Device;
+        if stored.extra_keys.is_given() {
+            self.sends_keys |= on_device;
+        } else if !on_device || self.sends_keys {
+            return self.copy(&stored.hashes, stored.medium);
+        }
         let (keys, named) = stored.extra_keys.of_prompt(stored.hashes.len(), stored.parent.is_none());
         let parent = match stored.parent {
             _ if named == 0 && !stored.hashes.is_empty() => return Err(IgnoredEventReason::ExtraKeys),
@@ -170,15 +211,14 @@ impl EngineBlocks {
             if self.names.len() >= most && !self.names.contains_key(&hash) {
                 return Err(IgnoredEventReason::Bound);
             }
-            let media = stored.medium as u8;
-            let block = self.names.entry(hash).or_insert(NamedBlock { name, media });
-            if block.name == name {
-                block.media |= media;
-            } else {
+            let unplaced = NamedBlock { name, media: BlockMedia::default() };
+            let block = self.names.entry(hash).or_insert(unplaced);
+            if block.name != name {
                 // The engine uses this name for other tokens now.
                 changes.list.push(CacheChange::Removed(block.name));
-                *block = NamedBlock { name, media };
+                *block = unplaced;
             }
+            block.media.add(stored.medium);
             changes.list.push(CacheChange::Added(name));
         }
         if named < stored.hashes.len() { Err(IgnoredEventReason::ExtraKeys) } else { Ok(()) }
@@ -189,18 +229,22 @@ impl EngineBlocks {
         let mut all = true;
         for hash in hashes {
             match self.names.get_mut(hash) {
-                Some(block) => block.media |= medium as u8,
+                Some(block) => block.media.add(medium),
                 None => all = false,
             }
         }
         if all { Ok(()) } else { Err(IgnoredEventReason::Parent) }
     }
 
-    /// A block is no longer on a medium. Returns the router's name of a block that is on none.
-    fn remove(&mut self, hash: u64, medium: Medium) -> Option<u64> {
+    /// A block was removed from a medium. Returns the router's name of a block that is on none.
+    fn remove(&mut self, hash: u64, medium: Medium, all: bool) -> Option<u64> {
         let block = self.names.get_mut(&hash)?;
-        block.media &= !(medium as u8);
-        if block.media == 0 { self.names.remove(&hash).map(|block| block.name) } else { None }
+        block.media.remove(medium, all);
+        if block.media == BlockMedia::default() {
+            self.names.remove(&hash).map(|block| block.name)
+        } else {
+            None
+        }
     }
 }
 
@@ -235,6 +279,16 @@ mod tests {
 
     fn removed_from(medium: Medium, hashes: &[u64], group: Option<u64>) -> KvEvent {
         KvEvent::Removed { hashes: hashes.to_vec(), group, medium }
+    }
+
+    /// The keys of so many blocks that have none.
+    fn no_keys(blocks: usize) -> ExtraKeys {
+        ExtraKeys::of(None, vec![Vec::new(); blocks])
+    }
+
+    /// Blocks with tokens and without their keys, as vLLM's offloading connector announces them.
+    fn offloaded(medium: Medium, hashes: &[u64], parent: Option<u64>, tokens: &[u32]) -> KvEvent {
+        KvEvent::Stored(StoredBlocks { medium, ..stored(hashes, parent, tokens) })
     }
 
     /// Two engines' blocks, and the index that they change.
@@ -341,7 +395,7 @@ mod tests {
         let events = vec![
             of(None, vec![text("s")], vec![], &[1, 2]),
             of(Some("sql"), both, vec![text("sql")], &[3, 4]),
-            KvEvent::Stored(stored(&[5], Some(4), &[5, 6])),
+            KvEvent::Stored(StoredBlocks { extra_keys: no_keys(1), ..stored(&[5], Some(4), &[5, 6]) }),
         ];
         assert_eq!(fixture.take(0, events), []);
         let held = |adapter: Option<&str>, salt: Option<&str>| {
@@ -374,10 +428,85 @@ mod tests {
         assert_eq!((fixture.index.len(), fixture.of[0].count()), (0, 0));
         // Without tokens an unknown block has no name.
         assert_eq!(fixture.take(0, vec![copy(&[3])]), [IgnoredEventReason::Parent]);
-        // With tokens it has one, on any medium.
-        let on_disk = StoredBlocks { medium: Medium::Storage, ..stored(&[3], None, &[1, 2]) };
+        // With tokens and keys it has one, on any medium.
+        let on_disk =
+            StoredBlocks { medium: Medium::Storage, extra_keys: no_keys(1), ..stored(&[3], None, &[1, 2]) };
         assert_eq!(fixture.take(0, vec![KvEvent::Stored(on_disk)]), []);
         assert_eq!(fixture.index.length(0, &prompt), 1);
+    }
+
+    #[test]
+    fn an_event_without_keys_names_no_block_and_renames_none() {
+        use IgnoredEventReason::Parent;
+        for salt in [None, Some("s")] {
+            for medium in [Medium::Host, Medium::Storage] {
+                let mut fixture = BlockFixture::new();
+                let keys = BlockKeys { adapter: None, salt: salt.map(str::as_bytes) };
+                let salted = block_chain::links(&[1, 2, 3, 4, 5, 6], root(2, keys), 2, 9);
+                let plain = links(&[1, 2, 3, 4, 5, 6], 2, 9);
+                let own = salt.map(|salt| ExtraKey::Text(salt.as_bytes().into()));
+                let extra_keys = ExtraKeys::of(None, vec![own.into_iter().collect(), Vec::new()]);
+                let on_device =
+                    KvEvent::Stored(StoredBlocks { extra_keys, ..stored(&[1, 2], None, &[1, 2, 3, 4]) });
+                // The medium comes first: the blocks are unknown.
+                let chunk = || offloaded(medium, &[1, 2], None, &[1, 2, 3, 4]);
+                assert_eq!(fixture.take(0, vec![chunk()]), [Parent]);
+                assert_eq!((fixture.index.len(), fixture.of[0].count()), (0, 0));
+                // The device names them, and the medium keeps these names.
+                assert_eq!(fixture.take(0, vec![on_device, chunk()]), []);
+                assert_eq!(fixture.index.length(0, &salted), 2);
+                // An unknown block behind a known one may have an image.
+                let next = offloaded(medium, &[3], Some(2), &[5, 6]);
+                assert_eq!(fixture.take(0, vec![next]), [Parent]);
+                assert_eq!(fixture.take(0, vec![removed(&[1, 2], None)]), []);
+                assert_eq!(fixture.index.length(0, &salted), 2, "the medium has them");
+                if salt.is_some() {
+                    assert_eq!(fixture.index.length(0, &plain), 0, "no request without a salt finds them");
+                }
+                fixture.take(0, vec![removed_from(medium, &[1, 2], None)]);
+                assert_eq!((fixture.index.len(), fixture.of[0].count()), (0, 0));
+            }
+        }
+    }
+
+    #[test]
+    fn a_device_event_without_keys_of_an_engine_that_sends_them_names_nothing() {
+        let mut fixture = BlockFixture::new();
+        let keys = ExtraKeys::of(None, vec![vec![ExtraKey::Text(b"s".as_slice().into())]]);
+        let salted = KvEvent::Stored(StoredBlocks { extra_keys: keys, ..stored(&[1], None, &[1, 2]) });
+        let without = [stored(&[1], None, &[1, 2]), stored(&[2], None, &[1, 2])].map(KvEvent::Stored);
+        assert_eq!(fixture.take(0, vec![salted]), []);
+        assert_eq!(fixture.take(0, without.into()), [IgnoredEventReason::Parent]);
+        assert_eq!(fixture.index.length(0, &links(&[1, 2], 2, 9)), 0);
+        let keys = BlockKeys { adapter: None, salt: Some(b"s") };
+        assert_eq!(fixture.index.length(0, &block_chain::links(&[1, 2], root(2, keys), 2, 9)), 1);
+    }
+
+    #[test]
+    fn a_block_of_two_chunks_is_cached_until_both_are_removed() {
+        let prompt = links(&[1, 2], 2, 9);
+        let both = || {
+            let on_device =
+                KvEvent::Stored(StoredBlocks { extra_keys: no_keys(1), ..stored(&[1], None, &[1, 2]) });
+            // The device repeats its event for a request that uses the block.
+            let again =
+                KvEvent::Stored(StoredBlocks { extra_keys: no_keys(1), ..stored(&[1], None, &[1, 2]) });
+            let chunk = || offloaded(Medium::Host, &[1], None, &[1, 2]);
+            vec![on_device, again, chunk(), chunk(), removed(&[1], None)]
+        };
+        let mut fixture = BlockFixture::new();
+        fixture.take(0, both());
+        fixture.take(0, vec![removed_from(Medium::Host, &[1], None)]);
+        assert_eq!(fixture.index.length(0, &prompt), 1, "the other chunk has it");
+        fixture.take(0, vec![removed_from(Medium::Host, &[1], None)]);
+        assert_eq!((fixture.index.len(), fixture.of[0].count()), (0, 0));
+        // Of two groups with full attention, one has lost it.
+        let mut fixture = BlockFixture::new();
+        let kinds = [0, 1].map(|group| of_group(group, Some(AttentionKind::Full), &[], &[]));
+        fixture.take(0, kinds.into());
+        fixture.take(0, both());
+        fixture.take(0, vec![removed_from(Medium::Host, &[1], Some(1))]);
+        assert_eq!((fixture.index.len(), fixture.of[0].count()), (0, 0));
     }
 
     #[test]

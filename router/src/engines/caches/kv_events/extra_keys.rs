@@ -37,6 +37,11 @@ impl ExtraKeys {
         Self { adapter: adapter.map(|name| name.as_bytes().into()), adapter_id: None, of_blocks }
     }
 
+    /// Whether the event contains the keys of its blocks, if only that they have none.
+    pub(super) fn is_given(&self) -> bool {
+        !self.of_blocks.is_empty()
+    }
+
     /// Reads the field `extra_keys`: nil, or a list with nil or a list of keys per block.
     pub(super) fn read(&mut self, reader: &mut MsgpackReader<'_>) -> Result<(), MsgpackError> {
         self.of_blocks = match reader.peek()? {
