@@ -43,6 +43,12 @@ pub(crate) struct SidecarArgs {
     /// Roots of the engines' certificates [default: /etc/ssl/certs/ca-certificates.crt]
     #[arg(long, value_name = "FILE")]
     tls_ca_path: Option<PathBuf>,
+    /// File with the cluster secret for listed prefill engines, also by BATON_CLUSTER_SECRET_FILE
+    #[arg(long, value_name = "FILE")]
+    cluster_secret_file: Option<PathBuf>,
+    /// Engines that get the cluster secret: prefiller, decoder [default: prefiller]
+    #[arg(long, value_name = "STAGES", value_delimiter = ',')]
+    cluster_secret_stages: Option<Vec<String>>,
     /// Prefill engines that requests may name, beside the Pods of --inference-pool [default: all]
     #[arg(long, value_name = "CIDR|HOST", value_delimiter = ',')]
     allow_prefiller: Option<Vec<String>>,
@@ -106,6 +112,8 @@ impl SidecarArgs {
             allow_prefiller: self.allow_prefiller.clone(),
             host: self.host,
             tls_ca_path: self.tls_ca_path.clone(),
+            cluster_secret_file: self.cluster_secret_file.clone(),
+            cluster_secret_stages: self.cluster_secret_stages.clone(),
             sglang_bootstrap_port: None,
             pod_ip: None,
             other: self.other.0.iter().map(|(name, value)| (name.clone(), value.as_str().into())).collect(),

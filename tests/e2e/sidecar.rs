@@ -1,9 +1,9 @@
 //! `baton sidecar` beside a real decode engine: the client, not a router, names the prefill engine. A disconnect in each
 //! phase leaves no block at either engine.
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
-use crate::harness::{AT_ONCE, Cluster, GenerateRequest, HangUp, PATIENCE, PendingCall, Process};
+use crate::harness::{AT_ONCE, Cluster, GenerateRequest, HangUp, PATIENCE, PendingCall, Process, eventually};
 
 /// A prefill engine that computes 64 tokens per step, and the time of each step.
 const SLOW_PREFILL: &str = "--max-num-batched-tokens 64 --max-num-seqs 8 --pace-ms 60";
@@ -18,15 +18,20 @@ struct Sidecar {
 
 impl Sidecar {
     fn beside(cluster: &Cluster) -> Self {
+        Self::with(cluster, "")
+    }
+
+    /// With further options.
+    fn with(cluster: &Cluster, options: &str) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
         let port = free.local_addr().expect("an address").port();
         drop(free);
         let (_, decode) = cluster.decode[0].address.rsplit_once(':').expect("an address");
         let args = format!(
-            "sidecar --host 127.0.0.1 --port {port} --model-server-port {decode} --secure-proxy=false"
+            "sidecar --host 127.0.0.1 --port {port} --model-server-port {decode} --secure-proxy=false {options}"
         );
-        let args: Vec<String> = args.split(' ').map(str::to_owned).collect();
+        let args: Vec<String> = args.split_whitespace().map(str::to_owned).collect();
         let mut process = Process::start("sidecar", &args, folder.path());
         process.wait_ready();
         let named = format!("x-prefiller-host-port: {}\r\n", cluster.prefill[0].address);
@@ -81,6 +86,38 @@ fn a_cancel_through_a_sidecar_strands_no_block_in_any_phase() {
     let last = sidecar.send(&sidecar.named, &GenerateRequest::fresh(40)).reply();
     assert_eq!(last.status, 200, "{}", last.json());
     cluster.settled(PATIENCE);
+}
+
+#[test]
+fn with_the_cluster_secret_both_legs_work_and_a_cancel_between_them_releases_the_lease() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("secret");
+    std::fs::write(&file, "a secret of this cluster").expect("it can be written");
+    let guarded = format!("--cluster-secret-file {}", file.display());
+    let cluster = Cluster::new().prefill(&guarded).decode(&guarded).not_early();
+    let mut cluster = cluster.router("cluster_secret_file", json!(file)).start();
+    let options = format!("{guarded} --allow-prefiller 127.0.0.1 --cluster-secret-stages prefiller,decoder");
+    let sidecar = Sidecar::with(&cluster, &options);
+    // Snapshots need the secret, and metrics do not.
+    let leases = |cluster: &Cluster, expected: f64| {
+        eventually(PATIENCE, "the live leases", || match cluster.prefill[0].metric("baton_kv_leases", "") {
+            found if found == expected => Ok(()),
+            other => Err(format!("{other} leases")),
+        });
+    };
+    let reply = sidecar.send(&sidecar.named, &GenerateRequest::recall(20)).reply();
+    assert_eq!(reply.status, 200, "{}", reply.json());
+    leases(&cluster, 0.0);
+    for how in HangUp::BOTH {
+        cluster.decode[0].pause();
+        let leased = sidecar.send(&sidecar.named, &GenerateRequest::fresh(100));
+        leases(&cluster, 1.0);
+        leased.hang_up(how);
+        leases(&cluster, 0.0);
+        cluster.decode[0].go_on();
+    }
+    cluster.prefill[0].expired_nothing();
+    assert_eq!(cluster.prefill[0].metric("baton_kv_release_total", "cause=\"released\""), 2.0);
 }
 
 #[test]

@@ -76,6 +76,22 @@ fn decoded(text: &str) -> Option<Cow<'_, str>> {
     String::from_utf8(bytes).ok().map(Cow::Owned)
 }
 
+/// The path as the most lenient server reads it: percent-decoded once, without empty segments and dots. `None` if an
+/// escape is malformed or the text is not UTF-8.
+#[must_use]
+pub fn normalized(path: &str) -> Option<String> {
+    let decoded = decoded(path)?;
+    let mut segments = Vec::new();
+    for segment in decoded.split('/') {
+        match segment {
+            "" | "." => {}
+            ".." => drop(segments.pop()),
+            segment => segments.push(segment),
+        }
+    }
+    Some(segments.into_iter().flat_map(|segment| ["/", segment]).collect())
+}
+
 /// Whether a path belongs to an API that clients may expect here.
 fn is_of_an_api(path: &str) -> bool {
     KNOWN
@@ -135,6 +151,28 @@ mod tests {
             ("/v1/other/a", None),
         ] {
             assert_eq!(name(path), expected.map(|name| name.map(str::to_owned)), "{path}");
+        }
+    }
+
+    #[test]
+    fn every_spelling_of_a_path_that_a_server_takes_for_it_has_one_form() {
+        for spelled in [
+            "/kv/release",
+            "/kv/release/",
+            "//kv///release",
+            "/kv/%72elease",
+            "/kv%2Frelease",
+            "/%2e/kv/./release",
+            "/x/../kv/release",
+            "/../kv/release",
+        ] {
+            assert_eq!(normalized(spelled).as_deref(), Some("/kv/release"), "{spelled}");
+        }
+        // Servers decode once.
+        assert_eq!(normalized("/kv/%2572elease").as_deref(), Some("/kv/%72elease"));
+        assert_eq!(normalized("/").as_deref(), Some(""));
+        for malformed in ["/kv/%7", "/kv/%zz", "/%ff"] {
+            assert_eq!(normalized(malformed), None, "{malformed}");
         }
     }
 

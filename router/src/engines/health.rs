@@ -34,6 +34,10 @@ pub(crate) use timers::HealthTimers;
 use crate::config::HealthConfig;
 use crate::metrics::Leg;
 
+/// The header by which a routing sidecar names the leg whose engine failed. A picker counts the failure there. Clients'
+/// requests and engines' responses do not have it: the sidecar removes their own.
+pub(crate) const FAILED_LEG: &str = "x-baton-failed-leg";
+
 /// One engine's health.
 pub(crate) struct Health {
     state: Mutex<HealthState>,

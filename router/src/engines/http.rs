@@ -236,6 +236,12 @@ impl Engine {
         self.changed();
     }
 
+    /// Replaces the cluster secret of new requests.
+    pub(crate) fn set_secret(&self, secret: HeaderValue) {
+        let terms = ConnectionTerms::clone(&self.connections.terms.load());
+        self.connections.terms.store(Arc::new(ConnectionTerms { secret: Some(secret), ..terms }));
+    }
+
     /// Schedules the engine's health checks.
     pub(crate) fn arm(&self) {
         self.health.arm(&self.health_terms());

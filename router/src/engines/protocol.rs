@@ -35,6 +35,18 @@ pub(crate) use vllm_push::PushIdentity;
 /// The paths of all commands.
 pub(crate) const COMMAND_PATHS: [&str; 3] = ["/abort_requests", "/kv/release", "/abort_request"];
 
+/// The header with the data-parallel rank of a request (vLLM, SGLang).
+pub(crate) const RANK_HEADER: &str = "x-data-parallel-rank";
+
+/// Prefixes of headers that only a router may send: Baton's own, and those by which SGLang replaces fields of the body
+/// (`SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES`).
+const ROUTER_PREFIXES: [&str; 2] = ["x-baton-", "x-override-"];
+
+/// Whether a header, in lower case, gives a request the rights of a router.
+pub(crate) fn is_of_router(header: &str) -> bool {
+    header == RANK_HEADER || ROUTER_PREFIXES.iter().any(|prefix| header.starts_with(prefix))
+}
+
 /// The order of the legs of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum LegOrder {

@@ -4,7 +4,7 @@
 //! sidecar beside the decode engine in a header.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use baton_openai::ApiError;
 use bytes::Bytes;
@@ -34,6 +34,7 @@ pub(super) struct PickedEngines {
     pub prefill: Option<EngineReservation>,
     /// Hash of the sender, for failures.
     pub source: u64,
+    pub chosen_at: Instant,
 }
 
 /// The result of a wait for a prefill engine that need not have one.
@@ -65,7 +66,8 @@ impl PickRequest {
         let decode = self.reserve_decode(&wanted).await?;
         let prefill = self.reserve_prefill(&mut wanted, &decode).await?;
         let endpoints = self.endpoints(&wanted, &decode, prefill.as_ref()).await?;
-        let choice = PickedEngines { endpoints, decode, prefill, source: wanted.source };
+        let choice =
+            PickedEngines { endpoints, decode, prefill, source: wanted.source, chosen_at: Instant::now() };
         Ok((choice, wanted.body))
     }
 
@@ -227,7 +229,8 @@ impl PickRequest {
             None => None,
         };
         let without_authorization = self.owns_credentials();
-        Ok(Endpoints { destination, prefiller, rank, without_authorization })
+        let of_router = self.head.names_of_router();
+        Ok(Endpoints { destination, prefiller, rank, without_authorization, of_router })
     }
 }
 

@@ -24,6 +24,9 @@ use hyper::header::{HeaderMap, HeaderName, HeaderValue};
 
 use super::protocol::{Direction, Event, Rest};
 use crate::auth;
+use crate::engines::health::FAILED_LEG;
+use crate::engines::protocol::{RANK_HEADER, is_of_router};
+use crate::metrics::Leg;
 
 /// The endpoint that a request goes to: a header of the request, and a key of the metadata [`METADATA`].
 pub(super) const DESTINATION: &str = "x-gateway-destination-endpoint";
@@ -33,8 +36,6 @@ const METADATA: &str = "envoy.lb";
 const SUBSET: (&str, &str) = ("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset");
 /// The prefill engine of a request, for the routing sidecar beside the decode engine (llm-d).
 const PREFILLER: &str = "x-prefiller-host-port";
-/// The data-parallel rank of an engine (vLLM, SGLang).
-const RANK: &str = "x-data-parallel-rank";
 /// Why a request was refused (llm-d).
 const DROPPED: &str = "x-llm-d-request-dropped-reason";
 
@@ -43,7 +44,7 @@ const DROPPED: &str = "x-llm-d-request-dropped-reason";
 const STRIPPED: [&str; 7] = [
     DESTINATION,
     PREFILLER,
-    RANK,
+    RANK_HEADER,
     "x-encoder-hosts-ports",
     "x-kv-cache-source-host-port",
     "x-data-parallel-host-port",
@@ -134,6 +135,16 @@ impl PickHead {
         Ok(Self { method, path, headers, subset: metadata.and_then(subset) })
     }
 
+    /// The names of the headers that only a router may send. A gateway removes headers by their whole names.
+    pub(super) fn names_of_router(&self) -> Vec<String> {
+        self.headers
+            .keys()
+            .map(HeaderName::as_str)
+            .filter(|name| is_of_router(name))
+            .map(str::to_owned)
+            .collect()
+    }
+
     /// The value of a header, if it is text and not empty.
     pub(super) fn text(&self, name: &str) -> Option<&str> {
         self.headers.get(name)?.to_str().ok().map(str::trim).filter(|text| !text.is_empty())
@@ -158,12 +169,28 @@ fn subset(metadata: &Metadata) -> Option<Subset> {
     Some(Subset(texts.into_iter().flat_map(Subset::read).collect()))
 }
 
-/// The status of a response, from its headers.
-pub(super) fn response_status(headers: &HttpHeaders) -> Option<u16> {
-    let fields = &headers.headers.as_ref()?.headers;
-    let status = fields.iter().find(|field| field.key == ":status")?;
-    let value = if status.raw_value.is_empty() { status.value.as_bytes() } else { &status.raw_value };
-    std::str::from_utf8(value).ok()?.parse().ok()
+/// What the picker reads of a response's headers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ResponseResult {
+    pub status: u16,
+    /// The leg whose engine failed, as a routing sidecar names it.
+    pub failed_leg: Option<Leg>,
+}
+
+impl ResponseResult {
+    /// `None` without a status.
+    pub(super) fn read(headers: &HttpHeaders) -> Option<Self> {
+        let fields = &headers.headers.as_ref()?.headers;
+        let text = |name: &str| {
+            let field = fields.iter().find(|field| field.key == name)?;
+            let value = if field.raw_value.is_empty() { field.value.as_bytes() } else { &field.raw_value };
+            std::str::from_utf8(value).ok()
+        };
+        let status: u16 = text(":status")?.parse().ok()?;
+        let failed_leg = text(FAILED_LEG).filter(|_| status >= 500);
+        let failed_leg = failed_leg.and_then(|name| Leg::BOTH.into_iter().find(|leg| leg.label() == name));
+        Some(Self { status, failed_leg })
+    }
 }
 
 /// A processing mode under which the picker cannot work, in the words of Envoy's configuration.
@@ -205,17 +232,20 @@ pub(super) struct Endpoints {
     pub rank: Option<u16>,
     /// The client's credentials are the router's own, and not for engines.
     pub without_authorization: bool,
+    /// Headers of the client that only a router may send.
+    pub of_router: Vec<String>,
 }
 
 /// The reply to a request's headers.
 pub(super) fn destination(endpoints: &Endpoints) -> ProcessingResponse {
     let mut removed: Vec<String> = STRIPPED.map(str::to_owned).into();
+    removed.extend(endpoints.of_router.iter().filter(|name| *name != RANK_HEADER).cloned());
     if endpoints.without_authorization {
         removed.extend(["authorization".to_owned(), auth::X_API_KEY.to_owned()]);
     }
     let mut set = vec![overwrite(DESTINATION, endpoints.destination.as_bytes())];
     set.extend(endpoints.prefiller.as_ref().map(|prefiller| overwrite(PREFILLER, prefiller.as_bytes())));
-    set.extend(endpoints.rank.map(|rank| overwrite(RANK, rank.to_string().as_bytes())));
+    set.extend(endpoints.rank.map(|rank| overwrite(RANK_HEADER, rank.to_string().as_bytes())));
     // A header that is set is overwritten, with every value that it has.
     removed.retain(|name| !set.iter().any(|field| field.header.as_ref().is_some_and(|h| h.key == *name)));
     let text = |text: &str| Value { kind: Some(Kind::StringValue(text.to_owned())) };
@@ -327,6 +357,36 @@ mod tests {
     }
 
     #[test]
+    fn headers_of_routers_are_found_by_their_beginning() {
+        let fields = [
+            (":method", "POST"),
+            (":path", "/"),
+            ("X-Override-Bootstrap-Host", "evil"),
+            ("x-override-rid", "1"),
+            ("x-override-rid", "2"),
+            ("x-baton-router-settles", "1"),
+            ("x-data-parallel-rank", "7"),
+            ("x-overridden", "1"),
+        ];
+        let mut names = PickHead::read(head(&fields), None, 1000).expect("small").names_of_router();
+        names.sort();
+        let expected =
+            ["x-baton-router-settles", "x-data-parallel-rank", "x-override-bootstrap-host", "x-override-rid"];
+        assert_eq!(names, expected);
+    }
+
+    #[test]
+    fn a_sidecars_error_names_the_leg_that_failed() {
+        let read = |fields: &[(&str, &str)]| ResponseResult::read(&head(fields));
+        let result = |status, failed_leg| Some(ResponseResult { status, failed_leg });
+        assert_eq!(read(&[(":status", "503"), (FAILED_LEG, "decode")]), result(503, Some(Leg::Decode)));
+        assert_eq!(read(&[(":status", "502"), (FAILED_LEG, "prefill")]), result(502, Some(Leg::Prefill)));
+        assert_eq!(read(&[(":status", "502"), (FAILED_LEG, "other")]), result(502, None));
+        assert_eq!(read(&[(":status", "200"), (FAILED_LEG, "decode")]), result(200, None));
+        assert_eq!(read(&[(FAILED_LEG, "decode")]), None);
+    }
+
+    #[test]
     fn a_subset_is_a_list_or_text_and_one_that_names_no_address_is_empty() {
         let of = |kind: Kind| {
             let hint = Struct { fields: [(SUBSET.1.to_owned(), Value { kind: Some(kind) })].into() };
@@ -352,6 +412,7 @@ mod tests {
         let endpoints = Endpoints {
             destination: "10.0.0.1:8000,10.0.0.2:8000".to_owned(),
             prefiller: Some("10.0.0.9:8000".to_owned()),
+            of_router: vec!["x-override-rid".to_owned()],
             ..Endpoints::default()
         };
         let reply = destination(&endpoints);
@@ -369,7 +430,7 @@ mod tests {
         assert!(mutation.set_headers.iter().all(|field| field.append_action == overwrites));
         let mut handled: Vec<_> = mutation.remove_headers.iter().map(String::as_str).collect();
         handled.extend(set.iter().map(|field| field.key.as_str()));
-        for name in STRIPPED {
+        for name in STRIPPED.into_iter().chain(["x-override-rid"]) {
             assert!(handled.contains(&name), "{name} of a client passes");
         }
         let metadata = reply.dynamic_metadata.expect("metadata");

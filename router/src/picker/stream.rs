@@ -14,7 +14,7 @@ use envoy_types::pb::envoy::service::ext_proc::v3::{ProcessingRequest, Processin
 use tonic::{Status, Streaming};
 
 use super::choice::PickedEngines;
-use super::messages::{self, PickHead};
+use super::messages::{self, PickHead, ResponseResult};
 use super::protocol::{Action, Direction, Event, Rest, StreamProtocol};
 use super::request::PickRequest;
 use crate::engines::health::FailureKind;
@@ -135,7 +135,10 @@ impl PickStream {
             chosen = request.choose(body) => Ok(chosen),
         };
         let event = match chosen {
-            Err(message) => self.read(message.ok().flatten()).await?,
+            Err(message) => {
+                self.request.iter_mut().for_each(PickRequest::return_tokens);
+                self.read(message.ok().flatten()).await?
+            }
             Ok(Err(error)) => Event::Refused(error),
             Ok(Ok((choice, body))) => {
                 self.choice = Some(choice);
@@ -198,7 +201,7 @@ impl PickStream {
                 Some(Request::RequestBody(body))
             }
             Some(Request::ResponseHeaders(headers)) => {
-                self.record_response(messages::response_status(&headers));
+                self.record_response(ResponseResult::read(&headers));
                 Some(Request::ResponseHeaders(headers))
             }
             other => other,
@@ -209,16 +212,37 @@ impl PickStream {
         })
     }
 
-    /// Reads the status of a response. The prefill is over, and an error may be the engine's fault.
-    fn record_response(&mut self, status: Option<u16>) {
-        let (Some(choice), Some(status)) = (&mut self.choice, status) else { return };
-        choice.prefill = None;
-        // A 503 without an engine's fault is usual: the engine is full, or the gateway could not connect, which
-        // health checks find out.
-        if matches!(status, 500 | 502 | 504) {
-            choice.decode.engine().failed(Leg::Decode, FailureKind::PossibleFault(choice.source));
+    /// Records a response's head: the prefill is over, and an error may be the fault of an engine.
+    fn record_response(&mut self, result: Option<ResponseResult>) {
+        let (Some(choice), Some(result)) = (&mut self.choice, result) else { return };
+        let (decode, prefill) = (choice.decode.engine(), choice.prefill.take());
+        let possible = FailureKind::PossibleFault(choice.source);
+        match result {
+            // The sidecar is reachable and its engine is not. The sidecar's own health shows nothing about it.
+            ResponseResult { status: 503, failed_leg: Some(Leg::Decode) } => {
+                decode.failed(Leg::Decode, FailureKind::Unreachable);
+            }
+            ResponseResult { failed_leg: Some(Leg::Prefill), .. } => {
+                prefill.iter().for_each(|prefill| prefill.engine().failed(Leg::Prefill, possible));
+            }
+            ResponseResult { failed_leg: Some(Leg::Decode), .. }
+            | ResponseResult { status: 500 | 502 | 504, .. } => decode.failed(Leg::Decode, possible),
+            // A 503 without an engine's fault is usual: the engine is full, or the gateway could not connect, which
+            // health checks find out.
+            ResponseResult { status: 500.., .. } => {}
+            ResponseResult { status, .. } => {
+                let legs =
+                    [(Leg::Decode, Some(decode)), (Leg::Prefill, prefill.as_ref().map(|one| one.engine()))];
+                for (leg, engine) in legs.into_iter().filter_map(|(leg, engine)| Some((leg, engine?))) {
+                    engine.responded(leg, choice.chosen_at.elapsed());
+                    // The rest of the response passes the picker by, so its head is all that ends a trial.
+                    if status < 400 {
+                        engine.completed(leg);
+                    }
+                }
+            }
         }
-        self.record_end(status);
+        self.record_end(result.status);
     }
 }
 
@@ -226,6 +250,9 @@ impl Drop for PickStream {
     fn drop(&mut self) {
         if let Some(outcome) = self.outcome {
             self.shared.metrics.picker.count(outcome);
+        }
+        if self.choice.is_none() {
+            self.request.iter_mut().for_each(PickRequest::return_tokens);
         }
     }
 }

@@ -19,6 +19,7 @@ use super::server::{
 };
 use crate::admin::{self, AdminScope, AdminService};
 use crate::config::{InferencePoolConfig, Scheme};
+use crate::metrics::log_limiter::LogLimiter;
 use crate::service::ClientService;
 use crate::service::sidecar::options::{ServingTls, SidecarOptions};
 use crate::service::sidecar::{PodAddresses, Sidecar, SidecarListener};
@@ -68,7 +69,8 @@ impl SidecarServer {
             ServingTls::Files(config) => Some(ServerTls::with_alpn(config, alpn, metrics())?),
         };
         let tls = ServerTlsPair { clients: tls.map(Arc::new), admin: None };
-        let sidecar = Arc::new(Sidecar::new(options));
+        let sidecar = Arc::new(Sidecar::new(options)?);
+        sidecar.apply_secret(&shared.generation());
         Ok(Self { clients, admin, monitors, shared, sidecar, tls })
     }
 
@@ -97,6 +99,7 @@ impl SidecarServer {
         }
         background.spawn(follow_pool(Arc::clone(&sidecar)));
         background.spawn(remove_idle_prefillers(Arc::clone(&sidecar)));
+        background.spawn(follow_secret(Arc::clone(&sidecar), Arc::clone(&shared)));
         let (drain, draining) = watch::channel(false);
         // One bound for the connections of all ranks, also during the drain.
         let permits = Arc::new(Semaphore::new(shared.generation().config.limits.connections));
@@ -148,6 +151,33 @@ async fn follow_pool(sidecar: Arc<Sidecar>) {
         }
     })
     .await;
+}
+
+/// Reads the file of the cluster's secret as often as a router reads its files.
+async fn follow_secret(sidecar: Arc<Sidecar>, shared: Arc<Shared>) {
+    if sidecar.options.secret().is_none() {
+        return;
+    }
+    static LOG_LIMITER: LogLimiter = LogLimiter::new();
+    let mut tick = tokio::time::interval(Duration::from_millis(shared.generation().config.reload.poll_ms));
+    loop {
+        tick.tick().await;
+        let (of, generation) = (Arc::clone(&sidecar), shared.generation());
+        let read = tokio::task::spawn_blocking(move || {
+            of.refresh_secret(&generation).map_err(|error| error.to_string())
+        })
+        .await;
+        if let Ok(Err(error)) = read
+            && let Some(held_back) = LOG_LIMITER.allow()
+        {
+            tracing::warn!(
+                event = "cluster_secret_unreadable",
+                error,
+                held_back,
+                "cannot read the cluster secret; the last one stays in use"
+            );
+        }
+    }
 }
 
 async fn remove_idle_prefillers(sidecar: Arc<Sidecar>) {

@@ -77,8 +77,13 @@ impl RequestContext {
     pub(super) fn new(shared: &Arc<Shared>) -> Self {
         let id = request_id::generate();
         let echoed = HeaderValue::from_str(id.as_str()).expect("a request id is printable ASCII");
-        let common_headers =
-            CommonHeaders { id: echoed, envelope: Envelope::default(), limits: Vec::new(), cors: Vec::new() };
+        let common_headers = CommonHeaders {
+            id: echoed,
+            envelope: Envelope::default(),
+            limits: Vec::new(),
+            cors: Vec::new(),
+            failed_leg: None,
+        };
         Self {
             begun: shared.now(),
             generation: shared.generation(),

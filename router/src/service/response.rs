@@ -18,12 +18,14 @@ use crate::anthropic::Translation;
 use crate::anthropic::envelope::Envelope;
 use crate::client::session::{BodyPiece, ClientGone, ResponseLength, Session};
 use crate::client::stream_comments::StreamComments;
+use crate::engines::health::FAILED_LEG;
 use crate::exchange::driver::{DecodeResponse, ExchangeDriver};
 use crate::exchange::resume::ResumeState;
 use crate::legs::Refusal;
 use crate::legs::request_error::RequestError;
 use crate::message::path::Dialect;
 use crate::message::sse::FrameBuffer;
+use crate::metrics::Leg;
 use stream::{IdleTimer, ResponsePump, StreamError};
 
 /// Describes the format of vLLM's binary embeddings.
@@ -64,6 +66,8 @@ pub(crate) struct CommonHeaders {
     pub limits: Vec<(HeaderName, HeaderValue)>,
     /// For pages of other origins.
     pub cors: Vec<(HeaderName, HeaderValue)>,
+    /// The leg whose engine failed, in a sidecar's error.
+    pub failed_leg: Option<Leg>,
 }
 
 impl CommonHeaders {
@@ -74,6 +78,9 @@ impl CommonHeaders {
         }
         for (name, value) in self.limits.iter().chain(&self.cors) {
             head.insert_header(name, value)?;
+        }
+        if let Some(leg) = self.failed_leg {
+            head.insert_header(FAILED_LEG, leg.label())?;
         }
         Ok(())
     }

@@ -212,7 +212,11 @@ impl Generation {
     }
 }
 
-fn secret_header(text: &str) -> Result<HeaderValue, GenerationError> {
+/// The header that contains the cluster secret.
+///
+/// # Errors
+/// [`GenerationError::SecretText`]
+pub(crate) fn secret_header(text: &str) -> Result<HeaderValue, GenerationError> {
     let mut secret = HeaderValue::from_str(text).map_err(|_| GenerationError::SecretText)?;
     secret.set_sensitive(true);
     Ok(secret)

@@ -11,6 +11,7 @@
 //! Invariants:
 //! - No engine receives a routing header of a client.
 //! - The prefill engine that a client names is checked against the allow-list, if there is one, before any byte is sent.
+//! - Only engines that the options name get the cluster's secret, and no engine that a client may choose freely.
 
 mod allow_list;
 mod error;
@@ -18,6 +19,7 @@ mod headers;
 pub(crate) mod options;
 pub(crate) mod pass;
 mod prefillers;
+mod secret;
 mod serve;
 mod settings;
 
@@ -31,12 +33,17 @@ pub(crate) use allow_list::PodAddresses;
 pub(crate) use headers::{ROUTING_HEADERS, RoutingHeaders};
 use options::{Sampling, SidecarOptions};
 use prefillers::{Prefiller, Prefillers};
+use secret::ClusterSecret;
 
+use crate::config::ProtocolSetting;
+use crate::engines::health::Standing;
+use crate::exchange::driver::ExchangeDriver;
 use crate::legs::Refusal;
 use crate::message::random;
+use crate::metrics::Leg;
 use crate::metrics::log_limiter::LogLimiter;
 use crate::routing::models::Model;
-use crate::state::generation::Generation;
+use crate::state::generation::{Generation, GenerationError};
 use crate::state::shared::Shared;
 
 /// The delay before a retry after a failure of an engine.
@@ -51,6 +58,7 @@ pub(crate) struct Sidecar {
     /// The addresses of the InferencePool's Pods, once they are known.
     pods: ArcSwapOption<PodAddresses>,
     prefillers: Prefillers,
+    secret: Option<ClusterSecret>,
 }
 
 /// The service of one listener.
@@ -61,8 +69,33 @@ pub(crate) struct SidecarListener {
 }
 
 impl Sidecar {
-    pub(crate) fn new(options: SidecarOptions) -> Self {
-        Self { options, pods: ArcSwapOption::empty(), prefillers: Prefillers::default() }
+    /// # Errors
+    /// The file of the cluster's secret is unusable.
+    pub(crate) fn new(options: SidecarOptions) -> Result<Self, GenerationError> {
+        let secret = options.secret().cloned().map(ClusterSecret::read).transpose()?;
+        Ok(Self { options, pods: ArcSwapOption::empty(), prefillers: Prefillers::default(), secret })
+    }
+
+    /// Reads the file of the cluster's secret again. A changed secret applies to all requests that follow.
+    ///
+    /// # Errors
+    /// The file is unusable; the secret stays.
+    pub(crate) fn refresh_secret(&self, generation: &Generation) -> Result<(), GenerationError> {
+        let Some(secret) = &self.secret else { return Ok(()) };
+        if secret.refresh()? {
+            self.apply_secret(generation);
+        }
+        Ok(())
+    }
+
+    /// Gives the cluster's secret to the engines that get it.
+    pub(crate) fn apply_secret(&self, generation: &Generation) {
+        let Some(secret) = &self.secret else { return };
+        if secret.options.for_decode {
+            let decode = generation.models.list().iter().flat_map(|model| model.decode.members());
+            decode.for_each(|member| member.engine.set_secret(secret.value()));
+        }
+        self.prefillers.apply_secret(&self.options, secret);
     }
 
     /// Replaces the addresses that the InferencePool allows.
@@ -105,7 +138,7 @@ impl SidecarListener {
         shared: &Shared,
         generation: &Generation,
     ) -> Result<Option<Arc<Prefiller>>, ApiError> {
-        let Sidecar { options, pods, prefillers } = &*self.sidecar;
+        let Sidecar { options, pods, prefillers, secret } = &*self.sidecar;
         let Some(named) = headers.prefiller(match options.sampling {
             Sampling::First => 0,
             Sampling::Random => random::seed(),
@@ -125,7 +158,25 @@ impl SidecarListener {
             error.status = 403;
             return Err(error);
         }
-        prefillers.get(url, options, shared, generation).map(Some)
+        prefillers.get(url, options, secret.as_ref(), shared, generation).map(Some)
+    }
+
+    /// The leg whose engine fails a request, as far as it is known. A request without a driver is passed to the decode
+    /// engine.
+    pub(crate) fn last_leg(&self, driver: Option<&ExchangeDriver>) -> Option<Leg> {
+        let Some(driver) = driver else { return Some(Leg::Decode) };
+        let [prefills, decodes] = driver.progress.attempts;
+        // Both legs of SGLang are sent at once. An engine that failed is out of use.
+        let is_concurrent = self.sidecar.options.protocol() == ProtocolSetting::Sglang;
+        let is_out = |leg: &Leg| {
+            driver.last_engine(*leg).is_some_and(|engine| engine.health().standing(*leg) != Standing::Usable)
+        };
+        match (prefills > 0, decodes > 0) {
+            (true, true) if is_concurrent => [Leg::Decode, Leg::Prefill].into_iter().find(is_out),
+            (_, true) => Some(Leg::Decode),
+            (true, false) => Some(Leg::Prefill),
+            (false, false) => None,
+        }
     }
 
     /// The model of one request, under the name that the client gave.
@@ -142,15 +193,20 @@ impl SidecarListener {
 }
 
 /// The error of a request whose legs failed, with llm-d's statuses: 503 if the decode engine could not be reached, 502
-/// for the prefill engine. `has_decoded`: a decode leg was sent.
-pub(crate) fn gateway_error(refusal: Refusal, has_decoded: bool) -> Refusal {
+/// for the prefill engine. `last`: the leg whose engine failed.
+pub(crate) fn gateway_error(refusal: Refusal, last: Option<Leg>) -> Refusal {
     if refusal != Refusal::unreachable() {
         return refusal;
     }
-    Refusal(match has_decoded {
-        true => decode_unreachable(),
-        false => ApiError::bad_gateway("the prefill engine cannot be reached"),
+    Refusal(match last {
+        Some(Leg::Decode) => decode_unreachable(),
+        Some(Leg::Prefill) | None => ApiError::bad_gateway("the prefill engine cannot be reached"),
     })
+}
+
+/// Whether an error is the failure of an engine. Other errors with these statuses are those of a full engine.
+pub(crate) fn is_failure(error: &ApiError) -> bool {
+    matches!(error.status, 502 | 504) || *error == decode_unreachable()
 }
 
 fn decode_unreachable() -> ApiError {

@@ -1,15 +1,17 @@
 //! The checked options of a sidecar, and the router's configuration that they stand for. Pure.
 
+use std::convert::Infallible;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
 use serde_json::json;
 
-use crate::config::{ListenTlsConfig, ProtocolSetting, RouterConfig, Scheme};
+use crate::config::{EngineUrl, ListenTlsConfig, ProtocolSetting, RouterConfig, Scheme};
 
 pub use super::allow_list::AllowedPrefiller;
 pub use super::error::SidecarError;
+use super::secret::SecretOptions;
 pub use super::settings::{SidecarSettings, UNSUPPORTED};
 
 /// Retries of a prefill leg, bounded by `attempts.prefill` of a router.
@@ -87,6 +89,7 @@ pub(crate) struct OtherOptions {
     metrics: Option<SocketAddr>,
     bootstrap_port: Option<u16>,
     pod_ip: Option<String>,
+    secret: Option<SecretOptions>,
 }
 
 fn invalid(flag: &'static str, what: impl Into<String>) -> SidecarError {
@@ -125,6 +128,8 @@ impl SidecarOptions {
             }
         };
         let scheme = |tls| if tls { Scheme::Https } else { Scheme::Http };
+        let allowed = allowed(settings.allow_prefiller.as_deref());
+        let has_list = !allowed.is_empty() || settings.enable_ssrf_protection == Some(true);
         Ok(Self {
             listen: SocketAddr::new(host, ports("port", settings.port, 8000)?),
             decode_port: ports("model-server-port", settings.model_server_port, 8200)?,
@@ -134,12 +139,7 @@ impl SidecarOptions {
             prefill_scheme: scheme(prefill_tls),
             decode_scheme: scheme(decode_tls),
             engine_check,
-            allowed: settings
-                .allow_prefiller
-                .iter()
-                .flatten()
-                .map(|text| text.parse().unwrap_or_else(|never: std::convert::Infallible| match never {}))
-                .collect(),
+            allowed,
             inference_pool: match settings.enable_ssrf_protection.unwrap_or(false) {
                 true => Some(pool(settings.inference_pool.as_deref(), settings.pool_group.as_deref())?),
                 false => None,
@@ -162,6 +162,11 @@ impl SidecarOptions {
                     .map(|port| SocketAddr::new(host, port)),
                 bootstrap_port: settings.sglang_bootstrap_port,
                 pod_ip: settings.pod_ip,
+                secret: secret(
+                    settings.cluster_secret_file,
+                    settings.cluster_secret_stages.as_deref(),
+                    has_list,
+                )?,
             },
         })
     }
@@ -182,6 +187,18 @@ impl SidecarOptions {
     /// Where monitors read the metrics.
     pub(crate) fn metrics(&self) -> Option<SocketAddr> {
         self.rest.metrics
+    }
+
+    /// The cluster's secret, if it is configured.
+    pub(crate) fn secret(&self) -> Option<&SecretOptions> {
+        self.rest.secret.as_ref()
+    }
+
+    /// Whether an engine that a request may name gets the cluster's secret. The decode engine can be named, too.
+    pub(crate) fn gets_secret(&self, engine: &EngineUrl) -> bool {
+        let Some(secret) = &self.rest.secret else { return false };
+        let is_decode = |rank| self.decode_url(rank).parse().is_ok_and(|own: EngineUrl| own == *engine);
+        if (0..self.ranks).any(is_decode) { secret.for_decode } else { secret.for_prefill }
     }
 
     /// Where a rank listens.
@@ -258,6 +275,39 @@ fn stages(flag: &'static str, named: Option<&[String]>) -> Result<[bool; 2], Sid
         }
     }
     Ok(stages)
+}
+
+fn allowed(listed: Option<&[String]>) -> Vec<AllowedPrefiller> {
+    let parsed =
+        |text: &String| text.parse::<AllowedPrefiller>().unwrap_or_else(|never: Infallible| match never {});
+    listed.unwrap_or_default().iter().map(parsed).collect()
+}
+
+/// The secret, for the prefill engines unless other stages are named. `has_list`: not every address may be named.
+fn secret(
+    file: Option<PathBuf>,
+    named: Option<&[String]>,
+    has_list: bool,
+) -> Result<Option<SecretOptions>, SidecarError> {
+    let (flag, of_stages) = ("cluster-secret-file", "cluster-secret-stages");
+    let Some(file) = file else {
+        return match named {
+            None => Ok(None),
+            Some(_) => Err(invalid(of_stages, "needs `--cluster-secret-file`")),
+        };
+    };
+    let [for_prefill, for_decode] = match named {
+        None => [true, false],
+        Some(_) => stages(of_stages, named)?,
+    };
+    if for_prefill && !has_list {
+        return Err(invalid(
+            flag,
+            "or BATON_CLUSTER_SECRET_FILE needs `--allow-prefiller` or `--enable-ssrf-protection`: every address that \
+             a request names would get the secret",
+        ));
+    }
+    Ok(Some(SecretOptions { file, for_prefill, for_decode }))
 }
 
 fn connector(name: &str) -> Result<Connector, SidecarError> {
@@ -371,6 +421,40 @@ mod tests {
         let settings = SidecarSettings { pod_ip: Some("10.0.0.1".to_owned()), ..SidecarSettings::default() };
         let options = SidecarOptions::new(settings).expect("valid");
         assert_eq!([options.rank_at("10.0.0.1:8000"), options.rank_at("10.0.0.2:8000")], [Some(0), None]);
+    }
+
+    #[test]
+    fn the_secret_goes_to_listed_prefill_engines_and_to_the_decode_engine_only_if_it_is_named() {
+        let with = |rest: &str| options(&format!("{{cluster-secret-file: /s{rest}}}"));
+        let gets = |options: &SidecarOptions, url: &str| options.gets_secret(&url.parse().expect(url));
+        for unlisted in ["", ", inference-pool: ns/pool", ", cluster-secret-stages: [prefiller, decoder]"] {
+            let error = with(unlisted).expect_err(unlisted).to_string();
+            assert!(
+                error.starts_with("`--cluster-secret-file` or BATON_CLUSTER_SECRET_FILE needs"),
+                "{error}"
+            );
+        }
+        for listed in
+            [", allow-prefiller: [10.0.0.0/8]", ", enable-ssrf-protection: true, inference-pool: ns/pool"]
+        {
+            let options = with(listed).expect(listed);
+            assert_eq!(
+                options.secret().map(|secret| secret.file.as_path()),
+                Some(std::path::Path::new("/s"))
+            );
+            assert!(gets(&options, "http://10.0.0.1:8000"), "{listed}");
+            assert!(!gets(&options, "http://localhost:8200"), "a request names the decode engine");
+            assert_eq!(options.router_config().secret().expect("no file"), None, "the decode engine's terms");
+        }
+        let options = with(", cluster-secret-stages: [decoder]").expect("no prefill engine gets it");
+        assert!(gets(&options, "http://localhost:8200") && !gets(&options, "http://10.0.0.1:8000"));
+        let alone = options_error("{cluster-secret-stages: [decoder]}");
+        assert_eq!(alone, "`--cluster-secret-stages` needs `--cluster-secret-file`");
+        assert!(options_error("{cluster-secret-file: /s, cluster-secret-stages: [x]}").contains("must be"));
+    }
+
+    fn options_error(yaml: &str) -> String {
+        options(yaml).expect_err(yaml).to_string()
     }
 
     #[test]

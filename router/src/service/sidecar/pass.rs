@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use baton_openai::{ApiError, Code, RawBody};
+use baton_openai::{ApiError, Code, RawBody, path};
 use bytes::Bytes;
 use http_body_util::{BodyExt as _, Full};
 use hyper::body::Incoming;
@@ -24,7 +24,7 @@ use super::{ROUTING_HEADERS, decode_unreachable};
 use crate::client::disconnect::race;
 use crate::client::session::{BodyPiece, ResponseLength, Session};
 use crate::config::{EngineHttp2, EngineUrl};
-use crate::engines::protocol::COMMAND_PATHS;
+use crate::engines::protocol::{COMMAND_PATHS, is_of_router};
 use crate::legs::request_error::RequestError;
 use crate::message::rewrite::ClientRules;
 use crate::routing::models::Model;
@@ -42,8 +42,6 @@ const HOP_NAMES: [&str; 8] = [
     "transfer-encoding",
     "upgrade",
 ];
-/// Headers that give a request the rights of a router. Engines accept them from loopback.
-const ROUTER_HEADERS: &str = "x-baton-";
 /// Headers of an engine's response that are relayed at most.
 const RESPONSE_HEADERS_MAX: usize = 100;
 
@@ -62,13 +60,14 @@ struct PassTimeouts {
     silence: Duration,
 }
 
-/// The path of a request, without the verbs of routers.
+/// Refuses the verbs of routers, in every spelling and below every prefix: an engine accepts them from loopback.
 ///
 /// # Errors
-/// 404: the path is a verb, which the engine accepts from loopback.
+/// 404: the path is a verb. 400: it cannot be decoded.
 pub(crate) fn check_path(path: &str) -> Result<(), ApiError> {
-    let bare = path.trim_end_matches('/');
-    match COMMAND_PATHS.contains(&bare) {
+    let malformed = || ApiError::of(Code::MalformedRequest, "the path must be percent-encoded UTF-8");
+    let read = path::normalized(path).ok_or_else(malformed)?;
+    match COMMAND_PATHS.iter().any(|command| read.ends_with(command)) {
         true => Err(ApiError::of(Code::NotFound, "the sidecar does not pass this path")),
         false => Ok(()),
     }
@@ -88,21 +87,31 @@ fn forwarded(headers: &HeaderMap) -> HeaderMap {
         !HOP_HEADERS.contains(name)
             && !HOP_NAMES.contains(&text)
             && !ROUTING_HEADERS.contains(&text)
-            && !text.starts_with(ROUTER_HEADERS)
+            && !is_of_router(text)
             && !named.iter().any(|named| named == text)
     };
     let kept = headers.iter().filter(|(name, _)| is_kept(name));
     kept.map(|(name, value)| (name.clone(), value.clone())).collect()
 }
 
+/// Whether an engine may read the body as JSON. Without a type it does.
+///
+/// # Errors
+/// 400: the type is repeated, and servers differ in the line that they use.
+fn may_be_json(headers: &HeaderMap) -> Result<bool, ApiError> {
+    let mut kinds = headers.get_all(CONTENT_TYPE).iter();
+    let (kind, None) = (kinds.next(), kinds.next()) else {
+        return Err(ApiError::of(Code::MalformedRequest, "the header content-type must not be repeated"));
+    };
+    let kind = kind.map(HeaderValue::as_bytes).unwrap_or_default();
+    let end = kind.iter().position(|byte| *byte == b';').unwrap_or(kind.len());
+    let kind = kind[..end].trim_ascii();
+    Ok(kind.is_empty() || kind.to_ascii_lowercase().ends_with(b"json"))
+}
+
 /// The body without internal fields. Only JSON can have them.
 fn cleaned(headers: &HeaderMap, body: Bytes, generation: &Generation) -> Result<Bytes, ApiError> {
-    let is_json = headers.get_all(CONTENT_TYPE).iter().all(|kind| {
-        let kind = kind.as_bytes();
-        let end = kind.iter().position(|byte| *byte == b';').unwrap_or(kind.len());
-        kind[..end].to_ascii_lowercase().trim_ascii().ends_with(b"json")
-    });
-    if body.is_empty() || !is_json {
+    if !may_be_json(headers)? || body.is_empty() {
         return Ok(body);
     }
     let body = RawBody::any(body, &generation.parse_limits, &ClientRules)?;
@@ -111,7 +120,7 @@ fn cleaned(headers: &HeaderMap, body: Bytes, generation: &Generation) -> Result<
 
 impl PassedRequest {
     /// # Errors
-    /// 400: the body is declared as JSON and is none.
+    /// 400: the body is declared as JSON and is none, or its type is repeated.
     pub(crate) fn new(session: &Session, body: Bytes, generation: &Generation) -> Result<Self, ApiError> {
         let head = session.req_header();
         let path = head.uri.path_and_query().map_or("/", |path| path.as_str());
@@ -263,6 +272,8 @@ mod tests {
             ("x-kv-cache-source-host-port", "s:1"),
             ("x-data-parallel-host-port", "d:1"),
             ("x-baton-cluster-secret", "s"),
+            ("x-override-bootstrap-host", "o"),
+            ("x-data-parallel-rank", "7"),
             ("accept", "a"),
             ("x-request-id", "r"),
         ] {
@@ -277,11 +288,43 @@ mod tests {
 
     #[test]
     fn verbs_of_routers_are_not_passed() {
-        for path in ["/abort_requests", "/kv/release", "/abort_request", "/kv/release/"] {
-            assert!(check_path(path).is_err(), "{path}");
+        let status = |path| check_path(path).map_err(|error| error.status);
+        for path in [
+            "/abort_requests",
+            "/kv/release",
+            "/abort_request",
+            "/kv/release/",
+            "/%61bort_request",
+            "/kv/%72elease",
+            "/kv%2Frelease",
+            "//abort_requests",
+            "/kv//release",
+            "/inference/v1/abort_requests",
+        ] {
+            assert_eq!(status(path), Err(404), "{path}");
         }
-        for path in ["/", "/metrics", "/v1/models", "/v1/embeddings", "/kv"] {
-            assert!(check_path(path).is_ok(), "{path}");
+        assert_eq!(status("/%6"), Err(400));
+        for path in ["/", "/metrics", "/v1/models", "/v1/models/a%2Fb", "/v1/embeddings", "/kv"] {
+            assert_eq!(status(path), Ok(()), "{path}");
+        }
+    }
+
+    #[test]
+    fn a_body_that_an_engine_may_read_as_json_is_recognized_and_a_repeated_type_is_refused() {
+        let of = |kinds: &[&str]| {
+            let mut headers = HeaderMap::new();
+            for kind in kinds {
+                headers.append(CONTENT_TYPE, kind.parse().expect("a value"));
+            }
+            may_be_json(&headers).map_err(|error| error.status)
+        };
+        for json in ["application/json", "Application/JSON ;charset=utf-8", "application/x+json", "", " "] {
+            assert_eq!(of(&[json]), Ok(true), "{json}");
+        }
+        assert_eq!(of(&[]), Ok(true));
+        assert_eq!(of(&["text/plain"]), Ok(false));
+        for repeated in [["text/plain", "application/json"], ["application/json", "application/json"]] {
+            assert_eq!(of(&repeated), Err(400), "{repeated:?}");
         }
     }
 }

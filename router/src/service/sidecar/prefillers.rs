@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use baton_openai::ApiError;
 
 use super::options::SidecarOptions;
+use super::secret::ClusterSecret;
 use super::too_many_prefillers;
 use crate::config::{EngineTemplate, EngineUrl, PolicyConfig, PoolConfig, ReleaseMode};
 use crate::engines::http::ConnectionTerms;
@@ -88,6 +89,7 @@ impl Prefillers {
         &self,
         url: EngineUrl,
         options: &SidecarOptions,
+        secret: Option<&ClusterSecret>,
         shared: &Shared,
         generation: &Generation,
     ) -> Result<Arc<Prefiller>, ApiError> {
@@ -97,10 +99,20 @@ impl Prefillers {
             return Ok(Arc::clone(known));
         }
         let new = Arc::new(Prefiller::new(&url, options, shared, generation)?);
+        // Under the lock of the table, so that a secret that changes meanwhile reaches the new engine.
+        if let Some(secret) = secret {
+            new.apply_secret(&url, options, secret);
+        }
         match table.insert(url, Arc::clone(&new), now, is_used) {
             Ok(()) => Ok(new),
             Err(_full) => Err(too_many_prefillers()),
         }
+    }
+
+    /// Gives the cluster's secret to the engines that get it.
+    pub(super) fn apply_secret(&self, options: &SidecarOptions, secret: &ClusterSecret) {
+        let table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        table.0.iter().for_each(|(url, (known, _))| known.apply_secret(url, options, secret));
     }
 
     pub(super) fn remove_idle(&self, now: Instant) {
@@ -135,6 +147,12 @@ impl Prefiller {
         let policy = PolicyConfig::default();
         let pool = Pool::new(Leg::Prefill, vec![member], &policy, health, caches, PrefixTracking::ByPolicy);
         Ok(Self { pool: PrefillSource::new(pool) })
+    }
+
+    fn apply_secret(&self, url: &EngineUrl, options: &SidecarOptions, secret: &ClusterSecret) {
+        if options.gets_secret(url) {
+            self.pool.engines.members().iter().for_each(|member| member.engine.set_secret(secret.value()));
+        }
     }
 }
 

@@ -6,18 +6,32 @@ use hyper::Method;
 use serde_json::json;
 
 use super::pass::{PassedRequest, check_path};
-use super::{ROUTING_HEADERS, RoutingHeaders, SidecarListener, gateway_error};
+use super::{ROUTING_HEADERS, RoutingHeaders, SidecarListener, gateway_error, is_failure};
 use crate::client::session::Session;
 use crate::exchange::client_request::ClientRequest;
 use crate::legs::request_error::RequestError;
 use crate::message::path::Dialect;
-use crate::metrics::Leg;
 use crate::service::context::RequestContext;
 use crate::service::{BodyRule, ClientService, end_stream};
 
 impl ClientService {
-    /// Serves one request of a sidecar.
+    /// Serves one request of a sidecar. The error of an engine names its leg for a picker, which sees only the sidecar.
     pub(in crate::service) async fn serve_beside_engine(
+        &self,
+        listener: &SidecarListener,
+        session: &mut Session,
+        context: &mut RequestContext,
+    ) -> Result<(), RequestError> {
+        let served = self.serve_legs_or_pass(listener, session, context).await;
+        if let Err(RequestError::Refused(refusal)) = &served
+            && is_failure(&refusal.0)
+        {
+            context.ids.common_headers.failed_leg = listener.last_leg(context.driver.as_ref());
+        }
+        served
+    }
+
+    async fn serve_legs_or_pass(
         &self,
         listener: &SidecarListener,
         session: &mut Session,
@@ -44,8 +58,8 @@ impl ClientService {
         let request = ClientRequest::read_for(dialect, body, headers, &context.generation, None, &find)?;
         match self.ask(session, context, request).await {
             Err(RequestError::Refused(refusal)) => {
-                let attempts = context.driver.as_ref().map_or([0, 0], |driver| driver.progress.attempts);
-                let refusal = gateway_error(refusal, attempts[Leg::Decode as usize] > 0);
+                let last = context.driver.as_ref().and_then(|driver| listener.last_leg(Some(driver)));
+                let refusal = gateway_error(refusal, last);
                 match session.has_begun() {
                     true => end_stream(session, context, &refusal).await,
                     false => Err(RequestError::Refused(refusal)),

@@ -67,6 +67,10 @@ pub struct SidecarSettings {
     pub host: Option<std::net::IpAddr>,
     /// Baton's own: the roots of the engines' certificates.
     pub tls_ca_path: Option<PathBuf>,
+    /// Baton's own: the file of the cluster's secret.
+    pub cluster_secret_file: Option<PathBuf>,
+    /// Baton's own: the engines that get the cluster's secret.
+    pub cluster_secret_stages: Option<Vec<String>>,
     /// Only in the environment.
     #[serde(skip)]
     pub sglang_bootstrap_port: Option<u16>,
@@ -87,7 +91,8 @@ impl SidecarSettings {
         serde_saphyr::from_str(text).map_err(|error| SidecarError::Yaml(error.to_string()))
     }
 
-    /// Reads llm-d's environment variables with `get`. As there, a value of another form counts as unset.
+    /// Reads llm-d's environment variables, and that of the cluster's secret, with `get`. As there, a value of another
+    /// form counts as unset.
     #[must_use]
     pub fn from_environment(get: impl Fn(&str) -> Option<String>) -> Self {
         let get = |name| get(name).filter(|value| !value.is_empty());
@@ -97,6 +102,7 @@ impl SidecarSettings {
             enable_prefiller_sampling: sampling.and_then(|text| go_bool(&text)),
             sglang_bootstrap_port: get("SGLANG_BOOTSTRAP_PORT").and_then(|port| port.parse().ok()),
             pod_ip: get("POD_IP"),
+            cluster_secret_file: get("BATON_CLUSTER_SECRET_FILE").map(PathBuf::from),
             ..Self::default()
         }
     }
@@ -132,6 +138,8 @@ impl SidecarSettings {
             allow_prefiller: self.allow_prefiller.or(others.allow_prefiller),
             host: self.host.or(others.host),
             tls_ca_path: self.tls_ca_path.or(others.tls_ca_path),
+            cluster_secret_file: self.cluster_secret_file.or(others.cluster_secret_file),
+            cluster_secret_stages: self.cluster_secret_stages.or(others.cluster_secret_stages),
             sglang_bootstrap_port: self.sglang_bootstrap_port.or(others.sglang_bootstrap_port),
             pod_ip: self.pod_ip.or(others.pod_ip),
             other,
@@ -210,6 +218,7 @@ mod tests {
             "ENABLE_PREFILLER_SAMPLING" => Some("T".to_owned()),
             "SGLANG_BOOTSTRAP_PORT" => Some("9".to_owned()),
             "POD_IP" => Some(String::new()),
+            "BATON_CLUSTER_SECRET_FILE" => Some("/s".to_owned()),
             _ => None,
         });
         let yaml = SidecarSettings { inference_pool: Some("ns/yaml".to_owned()), ..of(Some(2)) };
@@ -217,6 +226,7 @@ mod tests {
         assert_eq!((merged.port, merged.inference_pool.as_deref()), (Some(1), Some("ns/yaml")));
         assert_eq!((merged.enable_prefiller_sampling, merged.sglang_bootstrap_port), (Some(true), Some(9)));
         assert_eq!(merged.pod_ip, None);
+        assert_eq!(merged.cluster_secret_file.as_deref(), Some(std::path::Path::new("/s")));
         assert_eq!(
             SidecarSettings::from_environment(|_| Some("yes".to_owned())).enable_prefiller_sampling,
             None

@@ -176,6 +176,21 @@ async fn internal_fields_of_a_client_reach_no_engine_and_names_are_replaced() {
 }
 
 #[tokio::test]
+async fn headers_and_types_by_which_a_client_would_reach_past_the_picker_are_removed_or_refused() {
+    let picker = TestPicker::of(&engines(1), "round_robin", None).await;
+    let of_router = ["x-override-bootstrap-host", "x-override-rid", "x-baton-router-settles"];
+    let headers = of_router.map(|name| (name, "1"));
+    let choice = picker.request(&headers, &completion("p")).await.choice().await;
+    for name in of_router {
+        assert!(choice.removed.iter().any(|removed| removed == name), "{name}: {choice:?}");
+    }
+    // Servers differ in the line that they use.
+    let repeated = [("content-type", "text/plain"), ("content-type", "application/json")];
+    let (status, ..) = picker.request(&repeated, &completion("p")).await.refusal().await;
+    assert_eq!(status, 415);
+}
+
+#[tokio::test]
 async fn a_request_without_a_body_goes_to_an_engine_and_an_unknown_path_to_none() {
     let all = engines(1);
     let picker = TestPicker::of(&all, "round_robin", None).await;

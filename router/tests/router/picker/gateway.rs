@@ -285,8 +285,13 @@ pub(crate) fn trailers() -> ProcessingRequest {
 }
 
 pub(crate) fn response_head(status: &str, end: bool) -> ProcessingRequest {
+    response_fields(&[(":status", status)], end)
+}
+
+/// The head of a response with these fields.
+pub(crate) fn response_fields(all: &[(&str, &str)], end: bool) -> ProcessingRequest {
     message(Request::ResponseHeaders(HttpHeaders {
-        headers: fields(&[(":status", status)]),
+        headers: fields(all),
         end_of_stream: end,
         ..HttpHeaders::default()
     }))

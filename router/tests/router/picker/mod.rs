@@ -2,6 +2,7 @@
 
 pub(crate) mod bounds;
 pub(crate) mod choices;
+pub(crate) mod failures;
 pub(crate) mod gateway;
 pub(crate) mod inference_pool;
 pub(crate) mod releases;

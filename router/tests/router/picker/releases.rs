@@ -80,6 +80,31 @@ async fn a_cancel_frees_the_place_before_and_during_the_response_and_in_the_queu
 }
 
 #[tokio::test]
+async fn a_request_that_ends_before_its_choice_costs_no_tokens() {
+    let key = baton_router::NewKey::make();
+    let limits = "limits: {tokens_per_minute: 100}";
+    let auth = format!("auth: {{keys: [{{id: a, hash: '{}', tenant: t, {limits}}}]}}\n", key.hash);
+    let picker = one_place(&auth).await;
+    let bearer = format!("Bearer {}", key.key);
+    let headers = [("authorization", bearer.as_str())];
+    let mut holder = picker.request(&headers, &completion("p")).await;
+    holder.choice().await;
+    holder.body().await;
+    // More than half of the limit, so that two of them never fit.
+    let large = serde_json::json!({"model": "m", "prompt": "x".repeat(150), "max_tokens": 20}).to_string();
+    for gateway_answers in [false, true, false] {
+        let mut waits = picker.request(&headers, &large).await;
+        waiting(&picker, "normal", 1.0).await;
+        if gateway_answers {
+            waits.send(response_head("504", false)).await;
+            waits.reply().await;
+        }
+        drop(waits);
+        waiting(&picker, "normal", 0.0).await;
+    }
+}
+
+#[tokio::test]
 async fn a_gateway_that_disappears_frees_all_its_places() {
     let picker = one_place("").await;
     let mut lost = GatewayStream::open(connect(picker.address).await).await;

@@ -132,13 +132,13 @@ async fn a_refusal_of_the_prefill_engine_reaches_the_client() {
 async fn a_failure_of_the_prefill_engine_is_a_bad_gateway() {
     let (p, d, sidecar) = pair(Action::Refuse(500, json!({})), Action::Whole(1)).await;
     let answer = sidecar.complete(&named(&p)).await;
-    assert_eq!(answer.status, 502);
+    assert_eq!((answer.status, answer.header("x-baton-failed-leg")), (502, Some("prefill")));
     assert_llmd_error(&answer.json(), "BadGateway", 502);
     let gone = nowhere().await;
     for _ in 0..3 {
         // The engine is ejected after the first failure, and tried nevertheless.
         let answer = sidecar.complete(&format!("x-prefiller-host-port: {gone}\r\n")).await;
-        assert_eq!(answer.status, 502);
+        assert_eq!((answer.status, answer.header("x-baton-failed-leg")), (502, Some("prefill")));
         assert_llmd_error(&answer.json(), "BadGateway", 502);
     }
     assert!(d.all().is_empty());
@@ -154,7 +154,9 @@ async fn a_prefill_is_retried_at_the_same_engine_as_often_as_configured() {
         let d = FakeEngine::always(Action::Whole(1)).await;
         let yaml = format!("prefill-max-retries: {retries}\nprefill-retry-backoff: 1ms\n");
         let sidecar = TestSidecar::with(&d, &yaml).await;
-        assert_eq!(sidecar.complete(&named(&p)).await.status, status, "{retries} retries");
+        let answer = sidecar.complete(&named(&p)).await;
+        assert_eq!(answer.status, status, "{retries} retries");
+        assert_eq!(answer.header("x-baton-failed-leg"), None, "a full engine has not failed");
         assert_eq!(p.received().len(), retries + 1);
         sidecar.settled().await;
     }
@@ -168,6 +170,7 @@ async fn a_decode_engine_that_refuses_the_connection_is_unavailable() {
         for _ in 0..2 {
             let answer = sidecar.complete(&headers).await;
             assert_eq!(answer.status, 503, "{}", answer.text());
+            assert_eq!(answer.header("x-baton-failed-leg"), Some("decode"));
             assert_llmd_error(&answer.json(), "ServiceUnavailable", 503);
         }
     }
@@ -243,6 +246,21 @@ async fn with_sglang_both_legs_are_sent_at_once_and_end_together() {
     for engine in [&p, &d] {
         engine.wait("the abort", |engine| aborts(engine) > 0).await;
     }
+    sidecar.settled().await;
+}
+
+#[tokio::test]
+async fn with_sglang_the_error_names_the_engine_that_cannot_be_reached() {
+    let p = FakeEngine::always(Action::Hang).await.with_rule(sglang(Action::ReplyGated(Value::Null)));
+    let sidecar = TestSidecar::at_port(nowhere().await.port(), 1, "kv-connector: sglang").await;
+    let answer = sidecar.complete(&named(&p)).await;
+    assert_eq!((answer.status, answer.header("x-baton-failed-leg")), (503, Some("decode")));
+    sidecar.settled().await;
+    let d = FakeEngine::always(Action::Hang).await.with_rule(sglang(Action::StreamGated(1)));
+    let sidecar = TestSidecar::with(&d, "kv-connector: sglang").await;
+    let gone = nowhere().await;
+    let answer = sidecar.complete(&format!("x-prefiller-host-port: {gone}\r\n")).await;
+    assert_eq!((answer.status, answer.header("x-baton-failed-leg")), (502, Some("prefill")));
     sidecar.settled().await;
 }
 

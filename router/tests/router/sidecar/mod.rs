@@ -3,6 +3,7 @@
 mod headers;
 mod legs;
 mod passing;
+mod secret;
 
 use std::net::{SocketAddr, TcpListener};
 

@@ -17,7 +17,12 @@ use crate::harness::engine::{Action, FakeEngine, ReceivedRequest};
 /// An engine with a page at every path that does not generate.
 async fn engine() -> FakeEngine {
     let page = |request: &ReceivedRequest| {
-        let headers = vec![("content-type", "text/plain"), ("x-of-engine", "1"), ("connection", "close")];
+        let headers = vec![
+            ("content-type", "text/plain"),
+            ("x-of-engine", "1"),
+            ("x-baton-failed-leg", "prefill"),
+            ("connection", "close"),
+        ];
         (!request.path.starts_with("/v1/completions")).then_some(Action::Answer(
             418,
             headers,
@@ -35,6 +40,7 @@ async fn other_requests_reach_the_engine_as_they_are_but_for_the_routing_headers
     let head = "PUT /some/path?a=b&c HTTP/1.1\r\nhost: front\r\naccept: text/plain\r\nx-own: 1\r\nte: trailers\r\n\
                 connection: x-hop\r\nx-hop: 1\r\nx-prefiller-host-port: 10.0.0.1:1\r\nx-encoder-hosts-ports: e:1\r\n\
                 x-kv-cache-source-host-port: s:1\r\nx-data-parallel-host-port: \r\nx-baton-cluster-secret: s\r\n\
+                x-override-rid: r\r\nx-data-parallel-rank: 7\r\n\
                 content-type: text/plain\r\ncontent-length: 5\r\n\r\nhello";
     client.send(head.as_bytes()).await;
     let answer = client.answer().await;
@@ -43,6 +49,7 @@ async fn other_requests_reach_the_engine_as_they_are_but_for_the_routing_headers
         (418, "tea", Some("1"))
     );
     assert_eq!(answer.header("content-type"), Some("text/plain"));
+    assert_eq!(answer.header("x-baton-failed-leg"), None, "only the sidecar names a failed engine");
     let request = d.all().pop().unwrap();
     assert_eq!((request.path.as_str(), &request.raw[..]), ("/some/path", &b"hello"[..]));
     let mut names: Vec<_> = request.headers.keys().map(|name| name.as_str().to_owned()).collect();
@@ -65,6 +72,13 @@ async fn a_passed_body_of_json_loses_what_chooses_blocks() {
     client.post_bytes("/inference/v1/generate", "", b"[1]").await;
     assert_eq!(client.answer().await.status, 400);
     assert_eq!(d.all().len(), 1);
+    // Servers differ in the line that they use.
+    let mut client = Client::connect(sidecar.address).await;
+    let head = "POST /inference/v1/generate HTTP/1.1\r\nhost: front\r\ncontent-type: application/json\r\n\
+                content-type: text/plain\r\ncontent-length: 27\r\n\r\n{\"kv_transfer_params\": {} }";
+    client.send(head.as_bytes()).await;
+    assert_eq!(client.answer().await.status, 400);
+    assert_eq!(d.all().len(), 1);
 }
 
 #[tokio::test]
@@ -72,7 +86,16 @@ async fn the_sidecar_answers_health_itself_and_verbs_of_routers_not_at_all() {
     let d = engine().await;
     let sidecar = TestSidecar::beside(&d).await;
     assert_eq!(get(sidecar.address, "/health").await.status, 200);
-    for path in ["/abort_requests", "/kv/release", "/abort_request"] {
+    for path in [
+        "/abort_requests",
+        "/kv/release",
+        "/abort_request",
+        "/%61bort_request",
+        "/kv/%72elease",
+        "/kv%2frelease",
+        "//abort_requests",
+        "/inference/v1/abort_requests",
+    ] {
         // The refusal precedes the body, so the connection is closed.
         let mut client = Client::connect(sidecar.address).await;
         client.post(path, &json!({"request_ids": ["a"], "rid": "a"})).await;
@@ -101,10 +124,12 @@ async fn a_passed_request_without_an_engine_is_unavailable() {
     let sidecar = TestSidecar::at_port(nowhere().await.port(), 1, "").await;
     let answer = get(sidecar.address, "/v1/models").await;
     assert_eq!((answer.status, &answer.json()["type"]), (503, &json!("ServiceUnavailable")));
+    assert_eq!(answer.header("x-baton-failed-leg"), Some("decode"));
     let d = FakeEngine::always(Action::Close).await;
     let sidecar = TestSidecar::beside(&d).await;
     let answer = get(sidecar.address, "/v1/models").await;
     assert_eq!((answer.status, &answer.json()["type"]), (502, &json!("BadGateway")));
+    assert_eq!(answer.header("x-baton-failed-leg"), Some("decode"));
 }
 
 #[tokio::test]
