@@ -5,7 +5,7 @@ use bytes::Bytes;
 use serde_json::{Value, json};
 
 use super::Translation;
-use super::stop::{Stop, message_id, reasoning, usage};
+use super::stop::{Calls, Stop, message_id, reasoning, usage};
 
 /// Maximum bytes of a translated reply, which is parsed: a million tokens without log probabilities, or their ids.
 const REPLY_BYTES_MAX: usize = 8 << 20;
@@ -35,7 +35,14 @@ fn to_message(chat: &Value) -> Result<Value, ApiError> {
     let choice = &chat["choices"][0];
     let message = &choice["message"];
     let calls = message["tool_calls"].as_array().map_or(&[][..], Vec::as_slice);
-    let stop = Stop::of(choice, !calls.is_empty())?;
+    let stop = Stop::of(
+        choice,
+        match calls.last() {
+            None => Calls::None,
+            Some(last) if arguments(last).is_some() => Calls::Complete,
+            Some(_) => Calls::Cut,
+        },
+    )?;
     let mut content = Vec::new();
     let thinking = reasoning(message);
     if !thinking.is_empty() {
@@ -46,7 +53,7 @@ fn to_message(chat: &Value) -> Result<Value, ApiError> {
     }
     for call in calls {
         let function = &call["function"];
-        let input = input(function["arguments"].as_str().unwrap_or_default(), &stop)?;
+        let input = input(call, &stop)?;
         content.push(json!({"type": "tool_use", "id": call["id"], "name": function["name"], "input": input}));
     }
     Ok(json!({
@@ -56,13 +63,22 @@ fn to_message(chat: &Value) -> Result<Value, ApiError> {
     }))
 }
 
-/// The arguments of a call, which are JSON in a string. Arguments that the length limit cut are empty.
-fn input(arguments: &str, stop: &Stop) -> Result<Value, ApiError> {
-    match serde_json::from_str(arguments) {
-        Ok(input @ Value::Object(_)) => Ok(input),
-        _ if arguments.trim().is_empty() || stop.reason == "max_tokens" => Ok(json!({})),
-        _ => Err(unreadable("the model's arguments of a tool call are no JSON object")),
+/// The arguments of a call, which are JSON in a string; `None` if they are no object.
+fn arguments(call: &Value) -> Option<Value> {
+    let arguments = call["function"]["arguments"].as_str()?;
+    serde_json::from_str(arguments).ok().filter(Value::is_object)
+}
+
+/// The input of a call. It is empty if the arguments are empty, or if the length limit or a stop sequence cut them.
+fn input(call: &Value, stop: &Stop) -> Result<Value, ApiError> {
+    if let Some(arguments) = arguments(call) {
+        return Ok(arguments);
     }
+    let is_empty = call["function"]["arguments"].as_str().unwrap_or_default().trim().is_empty();
+    if is_empty || matches!(stop.reason, "max_tokens" | "stop_sequence") {
+        return Ok(json!({}));
+    }
+    Err(unreadable("the model's arguments of a tool call are no JSON object"))
 }
 
 fn unreadable(message: &str) -> ApiError {
@@ -113,6 +129,17 @@ mod tests {
         let cut = |finish: &str| json!({"message": {"content": null, "tool_calls": [call("{\"a\":")]}, "finish_reason": finish});
         assert_eq!(translated(cut("length")).expect("a message")["content"][0]["input"], json!({}));
         assert_eq!(translated(cut("tool_calls")), Err(502), "no silent loss");
+        let mut stopped = cut("stop");
+        stopped["stop_reason"] = json!("END");
+        let found = translated(stopped).expect("a message");
+        assert_eq!(
+            (&found["stop_reason"], &found["stop_sequence"], &found["content"][0]["input"]),
+            (&json!("stop_sequence"), &json!("END"), &json!({})),
+            "a call that was cut does not run"
+        );
+        let complete = json!({"message": {"content": null, "tool_calls": [call("{\"a\":1}")]},
+            "finish_reason": "stop", "stop_reason": "END"});
+        assert_eq!(translated(complete).expect("a message")["stop_reason"], "tool_use");
     }
 
     #[test]

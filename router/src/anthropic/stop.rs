@@ -11,21 +11,35 @@ pub(super) struct Stop {
     pub sequence: Value,
 }
 
+/// The tool calls of a response.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Calls {
+    None,
+    /// The arguments of the last one are whole.
+    Complete,
+    /// The arguments of the last one are no whole JSON. Only the last call can be cut.
+    Cut,
+}
+
 impl Stop {
     /// Of a choice of a chat, or of its last chunk. `stop_reason` is vLLM's and has the matched stop string.
     ///
     /// # Errors
     /// 502 for an end that leaves the response incomplete, such as `abort`. Messages has no reason for it.
-    pub(super) fn of(choice: &Value, has_tools: bool) -> Result<Self, ApiError> {
+    pub(super) fn of(choice: &Value, calls: Calls) -> Result<Self, ApiError> {
         let sequence = match &choice["stop_reason"] {
             Value::String(text) => Value::from(text.as_str()),
             _ => Value::Null,
         };
         let reason = match choice["finish_reason"].as_str() {
-            // A forced call ends with `stop` in vLLM.
-            Some("stop" | "tool_calls" | "function_call") if has_tools => "tool_use",
-            Some("stop") if sequence.is_string() => "stop_sequence",
-            Some("stop" | "tool_calls" | "function_call") => "end_turn",
+            // A forced call ends with `stop` in vLLM. A call that a stop string has cut must not run
+            // (vLLM 0.32, `entrypoints/anthropic/serving.py`).
+            Some("stop" | "tool_calls" | "function_call") => match calls {
+                Calls::Complete => "tool_use",
+                Calls::Cut | Calls::None if sequence.is_string() => "stop_sequence",
+                Calls::Cut => "tool_use",
+                Calls::None => "end_turn",
+            },
             Some("length") => "max_tokens",
             Some("content_filter") => "refusal",
             _ => return Err(ApiError::bad_gateway("an engine ended the response before it was complete")),

@@ -20,9 +20,9 @@ use bytes::{Bytes, BytesMut};
 use serde_json::{Value, json};
 
 use super::envelope::event;
-use super::stop::{Stop, message_id, reasoning, usage};
+use super::stop::{Calls, Stop, message_id, reasoning, usage};
 use crate::message::sse;
-use crate::message::usage::Usage;
+use crate::message::usage::{JsonScanner, Usage};
 
 /// The kind of an open block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,6 +43,8 @@ pub(crate) struct MessagesStream {
     blocks: u64,
     /// The index of the last call.
     last_call: Option<u64>,
+    /// Shows whether its arguments are whole.
+    last_arguments: JsonScanner,
     /// The last choice with a finish reason.
     finished: Option<Value>,
     usage: Option<Value>,
@@ -138,9 +140,10 @@ impl MessagesStream {
             };
             let block = || json!({"type": "tool_use", "id": id, "name": name, "input": {}});
             self.begin(OpenBlock::Tool(index), block, out);
-            self.last_call = Some(index);
+            (self.last_call, self.last_arguments) = (Some(index), JsonScanner::default());
         }
         if !arguments.is_empty() {
+            self.last_arguments.feed(arguments.as_bytes());
             self.delta(&json!({"type": "input_json_delta", "partial_json": arguments}), out);
         }
         Ok(())
@@ -174,7 +177,12 @@ impl MessagesStream {
 
     fn finish(&mut self, out: &mut BytesMut) -> Result<(), ApiError> {
         let Some(finished) = self.finished.take() else { return Err(untranslatable()) };
-        let stop = Stop::of(&finished, self.last_call.is_some())?;
+        let calls = match self.last_call {
+            None => Calls::None,
+            Some(_) if self.last_arguments.is_whole() => Calls::Complete,
+            Some(_) => Calls::Cut,
+        };
+        let stop = Stop::of(&finished, calls)?;
         self.close(out);
         let delta = json!({"stop_reason": stop.reason, "stop_sequence": stop.sequence});
         let usage = self.usage.take().unwrap_or_else(|| usage(&Value::Null));

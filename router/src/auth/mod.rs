@@ -11,8 +11,8 @@
 //! both: a reload refills no bucket and forgets no request in flight, unless the limit itself was changed.
 //!
 //! Invariants:
-//! - Without a known, unexpired key, a valid token or a named certificate, the router reads only the head of a request,
-//!   and at most 16 KiB behind it while it waits for an issuer's keys.
+//! - Without a known, unexpired key, a valid token or a named certificate, the router reads only the head of a request.
+//!   While it waits for an issuer's keys, it reads at most 16 KiB behind the head.
 //! - A limit that refuses has taken nothing from any other limit.
 //! - A client's credentials stay in this module: engines receive the router's own.
 

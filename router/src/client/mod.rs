@@ -6,4 +6,5 @@ pub(crate) mod disconnect;
 pub(crate) mod http;
 pub(crate) mod http2;
 pub(crate) mod session;
+mod stall;
 pub(crate) mod stream_comments;

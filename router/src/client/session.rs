@@ -24,10 +24,11 @@ use hyper::header::{CONTENT_LENGTH, TRANSFER_ENCODING};
 use hyper::{Method, Version};
 use pingora::http::{RequestHeader, ResponseHeader};
 use pingora::protocols::http::v1::server::HttpSession;
-use tokio::time::Sleep;
+use tokio::time::{Instant, Sleep};
 
 use crate::client::http::{BodyError, ClientConnection};
 use crate::client::http2::Http2Exchange;
+use crate::client::stall::ClientStall;
 use crate::client::stream_comments::{DueComment, StreamComments};
 use crate::engines::body_budget::BudgetShare;
 
@@ -38,8 +39,7 @@ const SIZE_LINE_BYTES: usize = 18;
 pub(crate) struct Session {
     transport: ClientTransport,
     framing: ResponseFraming,
-    /// Maximum time in which the client reads nothing.
-    stall: Duration,
+    stall: ClientStall,
     body_bytes: u64,
     /// The whole response was sent.
     is_complete: bool,
@@ -100,6 +100,7 @@ impl Session {
 
     fn over(transport: ClientTransport, stall: Duration) -> Self {
         let framing = ResponseFraming::Plain;
+        let stall = ClientStall::new(stall);
         Self { transport, framing, stall, body_bytes: 0, is_complete: false, comments: None }
     }
 
@@ -250,7 +251,7 @@ impl Session {
     /// Sends a piece of the body. Returns whether the send had to wait for the client.
     ///
     /// # Errors
-    /// The client has disconnected or reads nothing. The connection is then unusable.
+    /// The client has disconnected or reads too slowly. The connection is then unusable.
     pub(crate) async fn send(&mut self, data: &[u8], piece: BodyPiece) -> Result<bool, ClientGone> {
         let last = piece == BodyPiece::Last;
         let mut line = [0; SIZE_LINE_BYTES];
@@ -288,17 +289,27 @@ impl Session {
         poll_fn(|context| {
             loop {
                 match transport.poll_send(context, pieces, place) {
-                    Poll::Ready(Ok(0)) => return Poll::Ready(Ok(waited)),
+                    Poll::Ready(Ok(0)) => {
+                        if !waited {
+                            stall.restart();
+                        } else if stall.has_waited() {
+                            stall.took(0, Instant::now());
+                        }
+                        return Poll::Ready(Ok(waited));
+                    }
                     Poll::Ready(Ok(out)) => {
-                        // The client reads, however slowly.
                         stalled = None;
+                        if stall.has_waited() {
+                            stall.took(out, Instant::now());
+                        }
                         *sent += out;
                         IoSlice::advance_slices(&mut pieces, out);
                     }
                     Poll::Ready(Err(_)) => return Poll::Ready(Err(ClientGone)),
                     Poll::Pending => {
                         waited = true;
-                        let stalled = stalled.get_or_insert_with(|| Box::pin(tokio::time::sleep(*stall)));
+                        let due = stall.wait(Instant::now());
+                        let stalled = stalled.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(due)));
                         return stalled.as_mut().poll(context).map(|()| Err(ClientGone));
                     }
                 }

@@ -23,7 +23,8 @@ pub struct TimeoutsConfig {
     /// The whole body of a client's request. 1 to 3,600,000; default 30,000.
     #[garde(range(min = 1, max = 3_600_000))]
     pub body_ms: u64,
-    /// A client that reads no bytes of its response. 1 to 3,600,000; default 60,000.
+    /// A client that makes its response wait and takes less than 64 bytes per second of it. Only such waits count. 1 to
+    /// 3,600,000; default 60,000.
     #[garde(range(min = 1, max = 3_600_000))]
     pub client_stall_ms: u64,
     /// A client whose host acknowledges neither data nor keepalive probes is lost: the router ends its

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_connector::exchange::Failure;
-use baton_openai::{ApiError, Endpoint};
+use baton_openai::ApiError;
 use bytes::{Bytes, BytesMut};
 use hyper::StatusCode;
 use memchr::memmem;
@@ -17,7 +17,9 @@ use memchr::memmem;
 use super::{ErrorClass, Fault, Refusal, Verdict, classify_unreadable, log_unsupported_endpoint};
 use crate::engines::http::{CallError, ConnectionError, Engine, EngineRequest, Reply, Support, WholeReply};
 use crate::legs::liveness::wait_while_alive;
-use crate::message::engine_abort::{ABORT_ERROR, ReplyStart, START_BYTES_MAX};
+use crate::message::embedded_error::ABORT_ERROR;
+use crate::message::engine_abort::ReplyStart;
+use crate::message::path::Dialect;
 use crate::message::payload::Payload;
 use crate::message::sse;
 use crate::metrics::log_span::request_span;
@@ -169,18 +171,18 @@ fn may_be_for_usage(engine: &Engine, refusal: &WholeReply) -> bool {
 
 /// What the start of a successful reply shows. `start` is the part that was read; it is put back with what is read here.
 async fn reply_start(reply: &mut Reply, path: &str, mut start: Bytes) -> ReplyStart {
-    let generates = [Endpoint::Completions, Endpoint::Chat].iter().any(|endpoint| endpoint.path() == path);
-    let result = match reply.is_stream() {
-        _ if !generates => ReplyStart::Usual,
-        true => {
-            start = read_on(reply, start, |bytes| ReplyStart::of_stream(bytes) != ReplyStart::Role).await;
-            ReplyStart::of_stream(&start)
+    let mut result = ReplyStart::Usual;
+    if let Some(dialect) = Dialect::at(path) {
+        let bytes_max = ReplyStart::bytes_max(dialect);
+        if reply.is_stream() {
+            let is_enough = |bytes: &[u8]| ReplyStart::of_stream(dialect, bytes) != ReplyStart::Role;
+            start = read_on(reply, start, bytes_max, is_enough).await;
+            result = ReplyStart::of_stream(dialect, &start);
+        } else {
+            start = read_on(reply, start, bytes_max, |bytes| bytes.trim_ascii_end().ends_with(b"}")).await;
+            result = ReplyStart::of_whole(dialect, &start);
         }
-        false => {
-            start = read_on(reply, start, |bytes| bytes.trim_ascii_end().ends_with(b"}")).await;
-            ReplyStart::of_whole(&start)
-        }
-    };
+    }
     if !start.is_empty() {
         reply.put_back(start);
     }
@@ -188,9 +190,14 @@ async fn reply_start(reply: &mut Reply, path: &str, mut start: Bytes) -> ReplySt
 }
 
 /// Reads until the start of a reply is long enough to be judged, or for a short time. An error is put back.
-async fn read_on(reply: &mut Reply, mut start: Bytes, is_enough: impl Fn(&[u8]) -> bool) -> Bytes {
+async fn read_on(
+    reply: &mut Reply,
+    mut start: Bytes,
+    bytes_max: usize,
+    is_enough: impl Fn(&[u8]) -> bool,
+) -> Bytes {
     let until = tokio::time::Instant::now() + START_TIMEOUT;
-    while start.len() <= START_BYTES_MAX && !is_enough(&start) {
+    while start.len() <= bytes_max && !is_enough(&start) {
         match tokio::time::timeout_at(until, reply.chunk()).await {
             Ok(Some(Ok(piece))) if start.is_empty() => start = piece,
             Ok(Some(Ok(piece))) => start = [start, piece].concat().into(),

@@ -14,6 +14,10 @@ use crate::message::usage::JsonScanner;
 /// Maximum bytes of an engine's error that are parsed.
 pub(crate) const ERROR_BYTES_MAX: usize = 64 << 10;
 
+/// The error that stands for an engine's own abort (`message/engine_abort.rs`). By its code the next engine recomputes
+/// the prompt.
+pub(crate) const ABORT_ERROR: &str = r#"{"error":{"message":"the engine aborted the request","type":"service_unavailable_error","param":null,"code":"kv_gone"}}"#;
+
 /// An error as its engine would have sent it with the right status.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct EmbeddedError {
@@ -47,6 +51,11 @@ impl EmbeddedError {
         Some(Self { status: status(members), error })
     }
 
+    /// The engine's own abort, in the middle of a stream or in a whole reply.
+    pub(crate) fn of_abort() -> Self {
+        Self { status: StatusCode::SERVICE_UNAVAILABLE, error: Bytes::from_static(ABORT_ERROR.as_bytes()) }
+    }
+
     /// The error of an event that is named an error, whatever its data is.
     pub(crate) fn of_error_event(data: Bytes) -> Self {
         let value = serde_json::from_slice(&data).unwrap_or(Value::Null);
@@ -72,6 +81,13 @@ pub(crate) fn check_reply(
         !is_text(kind) || scanner.is_whole()
     };
     (!fits).then_some(InvalidReply::Broken)
+}
+
+/// Whether a response has no output and no output tokens: vLLM 0.32 reports an abort before the first token so, as
+/// `completed` or `incomplete`. A model that ends at once has generated the token of the end. SGLang counts no tokens of
+/// some responses, but they have output.
+pub(crate) fn has_no_output(response: &Value) -> bool {
+    response["output"].as_array().is_some_and(Vec::is_empty) && response["usage"]["output_tokens"] == 0
 }
 
 /// Whether the type is JSON, HTML or missing.
@@ -182,5 +198,14 @@ mod tests {
             EmbeddedError { status: StatusCode::INTERNAL_SERVER_ERROR, error: Bytes::new() }
         );
         assert_eq!(named("{\"code\":503}").status.as_u16(), 503);
+    }
+
+    #[test]
+    fn the_error_in_its_place_says_that_the_handoff_is_spent() {
+        let error: Value = serde_json::from_str(ABORT_ERROR).unwrap();
+        assert_eq!(
+            (&error["error"]["code"], error["error"].as_object().unwrap().len()),
+            (&Value::from("kv_gone"), 4)
+        );
     }
 }

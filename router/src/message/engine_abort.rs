@@ -1,21 +1,37 @@
 //! An engine that ends a request by itself: a reply with status 200 and `finish_reason: "abort"`, without any content.
 //!
+//! | reply | the abort |
+//! |---|---|
+//! | chats, completions | `finish_reason: "abort"` |
+//! | Messages | `stop_reason` is `null` or missing at the end |
+//! | Responses | `status: "cancelled"`, or an end without output and without output tokens |
+//!
 //! Stock vLLM answers so to every request that it has not finished when it shuts down (`v1/engine/core.py`, 0.32), and a
 //! vLLM with Baton's connector to one that a command has aborted. A chat stream then begins with the event of the role.
-//! A stock decode engine has notified the producer by then, so the handoff is spent. Baton's engines refuse such a request by a status. Their replies with
-//! `abort` follow an operator's command and are passed on: their ids end with a mark (`docs/reference/contract.md`).
+//! A stock decode engine has notified the producer by then, so the handoff is spent. Baton's engines refuse such a
+//! request by a status. Their replies with `abort` follow an operator's command and are passed on: their ids end with a
+//! mark (`docs/reference/contract.md`).
 
 use std::sync::LazyLock;
 
-use memchr::memmem::Finder;
+use memchr::memmem::{self, Finder};
 use serde_json::Value;
 
+use crate::message::embedded_error::has_no_output;
+use crate::message::path::Dialect;
 use crate::message::sse::frames;
+use crate::message::usage::JsonScanner;
 
 /// Maximum bytes of a start that are parsed: an aborted reply has no text.
-pub(crate) const START_BYTES_MAX: usize = 4 << 10;
-/// The error that stands for such a reply. By its code the next engine recomputes the prompt.
-pub(crate) const ABORT_ERROR: &str = r#"{"error":{"message":"the engine aborted the request","type":"service_unavailable_error","param":null,"code":"kv_gone"}}"#;
+const START_BYTES_MAX: usize = 4 << 10;
+/// The same for Messages and Responses: the first events of a response repeat the tools of its request.
+const EVENTS_BYTES_MAX: usize = 64 << 10;
+
+/// The events of a response before its first output.
+const BEFORE_OUTPUT: [&[u8]; 3] =
+    [b"\"response.created\"", b"\"response.in_progress\"", b"\"response.queued\""];
+/// The events at the end of a response that is not an error.
+const OUTPUT_ENDS: [&[u8]; 2] = [b"\"response.completed\"", b"\"response.incomplete\""];
 
 static ABORT: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"abort\""));
 static THRESHOLD: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"cache_threshold\""));
@@ -35,24 +51,73 @@ pub(crate) enum ReplyStart {
 }
 
 impl ReplyStart {
+    /// Maximum bytes of a start that are read.
+    pub(crate) fn bytes_max(dialect: Dialect) -> usize {
+        match dialect {
+            Dialect::Messages | Dialect::Responses => EVENTS_BYTES_MAX,
+            Dialect::OpenAi(_) | Dialect::Passthrough(_) => START_BYTES_MAX,
+        }
+    }
+
     /// Of the whole frames of a stream. Bytes behind the last one do not count.
-    pub(crate) fn of_stream(bytes: &[u8]) -> Self {
+    pub(crate) fn of_stream(dialect: Dialect, bytes: &[u8]) -> Self {
+        let of_event: fn(&[u8]) -> Self = match dialect {
+            Dialect::Messages => Self::of_message_event,
+            Dialect::Responses => Self::of_response_event,
+            Dialect::OpenAi(_) => Self::of_json,
+            Dialect::Passthrough(_) => return Self::Usual,
+        };
         // Inside of a string the quotes of these words would be escaped.
-        let may_matter = is_early_end(bytes) || ROLE.find(bytes).is_some();
-        if bytes.len() > START_BYTES_MAX || !may_matter {
+        let may_matter =
+            !matches!(dialect, Dialect::OpenAi(_)) || is_early_end(bytes) || ROLE.find(bytes).is_some();
+        if bytes.len() > Self::bytes_max(dialect) || !may_matter {
             return Self::Usual;
         }
         let events = frames(bytes).filter(|frame| frame.has_data());
-        let mut starts = events.map(|frame| Self::of_json(&frame.data(bytes)));
+        let mut starts = events.map(|frame| of_event(&frame.data(bytes)));
         starts.find(|start| *start != Self::Role).unwrap_or(Self::Role)
     }
 
     /// Of a whole reply.
-    pub(crate) fn of_whole(bytes: &[u8]) -> Self {
-        if bytes.len() > START_BYTES_MAX || !is_early_end(bytes) {
+    pub(crate) fn of_whole(dialect: Dialect, bytes: &[u8]) -> Self {
+        if bytes.len() > Self::bytes_max(dialect) {
             return Self::Usual;
         }
-        Self::of_json(bytes)
+        match dialect {
+            Dialect::OpenAi(_) if is_early_end(bytes) => Self::of_json(bytes),
+            Dialect::Messages | Dialect::Responses => {
+                let scanner = JsonScanner::of(bytes);
+                let is_reply = scanner.is_whole() && scanner.is_object() && !scanner.is_error();
+                let has_tokens = scanner.usage().is_none_or(|usage| usage.completion > 0);
+                let is_empty =
+                    || serde_json::from_slice(bytes).is_ok_and(|reply: Value| has_no_output(&reply));
+                let is_aborted = is_aborted(dialect, &scanner)
+                    || dialect == Dialect::Responses && !has_tokens && is_empty();
+                if is_reply && is_aborted { Self::Aborted } else { Self::Usual }
+            }
+            Dialect::OpenAi(_) | Dialect::Passthrough(_) => Self::Usual,
+        }
+    }
+
+    /// Of an event of Messages.
+    fn of_message_event(event: &[u8]) -> Self {
+        let event: Value = serde_json::from_slice(event).unwrap_or_default();
+        match event["type"].as_str() {
+            Some("message_start" | "ping") => Self::Role,
+            Some("message_delta") if event["delta"]["stop_reason"].is_null() => Self::Aborted,
+            _ => Self::Usual,
+        }
+    }
+
+    /// Of an event of a response. Only its last event is parsed.
+    fn of_response_event(event: &[u8]) -> Self {
+        if has_any(event, &OUTPUT_ENDS) {
+            let event: Value = serde_json::from_slice(event).unwrap_or_default();
+            let response = &event["response"];
+            let is_aborted = response["status"] == "cancelled" || has_no_output(response);
+            return if is_aborted { Self::Aborted } else { Self::Usual };
+        }
+        if has_any(event, &BEFORE_OUTPUT) { Self::Role } else { Self::Usual }
     }
 
     fn of_json(bytes: &[u8]) -> Self {
@@ -71,6 +136,21 @@ impl ReplyStart {
             Self::Usual
         }
     }
+}
+
+/// Whether a whole reply reports the engine's own abort.
+pub(crate) fn is_aborted(dialect: Dialect, scanner: &JsonScanner) -> bool {
+    match dialect {
+        Dialect::Messages => scanner.finish().is_none(),
+        Dialect::Responses => scanner.is_cancelled(),
+        // `abort` after content is the end of a response (`docs/reference/contract.md`).
+        Dialect::OpenAi(_) | Dialect::Passthrough(_) => false,
+    }
+}
+
+/// Whether an event has one of these words.
+fn has_any(event: &[u8], words: &[&[u8]]) -> bool {
+    words.iter().any(|word| memmem::find(event, word).is_some())
 }
 
 /// Whether a reply may have ended before its first token.
@@ -100,9 +180,12 @@ fn has_mark(id: &Value) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use baton_openai::Endpoint;
     use serde_json::json;
 
     use super::*;
+
+    const CHAT: Dialect = Dialect::OpenAi(Endpoint::Chat);
 
     fn choice(part: Value, finish: Value) -> Value {
         let mut choice = json!({"index": 0, "logprobs": null, "finish_reason": finish});
@@ -130,10 +213,10 @@ mod tests {
             format!("{}{}{chat}{done}", role(), role()),
             role() + &bare,
         ] {
-            assert_eq!(ReplyStart::of_stream(stream.as_bytes()), ReplyStart::Aborted, "{stream}");
+            assert_eq!(ReplyStart::of_stream(CHAT, stream.as_bytes()), ReplyStart::Aborted, "{stream}");
         }
         for stream in [role(), role() + &role(), role() + &chat[..chat.len() / 2]] {
-            assert_eq!(ReplyStart::of_stream(stream.as_bytes()), ReplyStart::Role, "{stream}");
+            assert_eq!(ReplyStart::of_stream(CHAT, stream.as_bytes()), ReplyStart::Role, "{stream}");
         }
     }
 
@@ -157,10 +240,10 @@ mod tests {
             quoted,
             tools,
         ] {
-            assert_eq!(ReplyStart::of_stream(stream.as_bytes()), ReplyStart::Usual, "{stream}");
+            assert_eq!(ReplyStart::of_stream(CHAT, stream.as_bytes()), ReplyStart::Usual, "{stream}");
         }
         let long = text("", json!("abort")).replace("cmpl", &"x".repeat(START_BYTES_MAX));
-        assert_eq!(ReplyStart::of_stream(long.as_bytes()), ReplyStart::Usual, "bounded");
+        assert_eq!(ReplyStart::of_stream(CHAT, long.as_bytes()), ReplyStart::Usual, "bounded");
     }
 
     #[test]
@@ -175,15 +258,15 @@ mod tests {
                 choice(message(json!("")), json!("abort")),
             ]),
         ] {
-            assert_eq!(ReplyStart::of_whole(aborted.as_bytes()), ReplyStart::Aborted, "{aborted}");
-            assert_eq!(ReplyStart::of_whole(&aborted.as_bytes()[1..]), ReplyStart::Usual, "not JSON");
+            assert_eq!(ReplyStart::of_whole(CHAT, aborted.as_bytes()), ReplyStart::Aborted, "{aborted}");
+            assert_eq!(ReplyStart::of_whole(CHAT, &aborted.as_bytes()[1..]), ReplyStart::Usual, "not JSON");
         }
         for usual in [
             reply(&[choice(message(json!("text")), json!("abort"))]),
             reply(&[choice(message(json!("")), json!("stop"))]),
             reply(&[]),
         ] {
-            assert_eq!(ReplyStart::of_whole(usual.as_bytes()), ReplyStart::Usual, "{usual}");
+            assert_eq!(ReplyStart::of_whole(CHAT, usual.as_bytes()), ReplyStart::Usual, "{usual}");
         }
     }
 
@@ -191,18 +274,76 @@ mod tests {
     fn a_reply_without_content_below_the_cache_threshold_is_recognized() {
         let reason = || json!("cache_threshold");
         let stream = role() + &event(&[choice(json!({"delta": {}}), reason())]);
-        assert_eq!(ReplyStart::of_stream(stream.as_bytes()), ReplyStart::PrefixMissing);
+        assert_eq!(ReplyStart::of_stream(CHAT, stream.as_bytes()), ReplyStart::PrefixMissing);
         let whole = |text: &str| json!({"choices": [choice(json!({"text": text}), reason())]}).to_string();
-        assert_eq!(ReplyStart::of_whole(whole("").as_bytes()), ReplyStart::PrefixMissing);
-        assert_eq!(ReplyStart::of_whole(whole("a").as_bytes()), ReplyStart::Usual);
+        assert_eq!(ReplyStart::of_whole(CHAT, whole("").as_bytes()), ReplyStart::PrefixMissing);
+        assert_eq!(ReplyStart::of_whole(CHAT, whole("a").as_bytes()), ReplyStart::Usual);
     }
 
     #[test]
-    fn the_error_in_its_place_says_that_the_handoff_is_spent() {
-        let error: Value = serde_json::from_str(ABORT_ERROR).unwrap();
-        assert_eq!(
-            (&error["error"]["code"], error["error"].as_object().unwrap().len()),
-            (&json!("kv_gone"), 4)
-        );
+    fn a_message_without_a_stop_reason_is_aborted() {
+        let start = r#"event: message_start
+data: {"type":"message_start","message":{"content":[],"stop_reason":null}}
+
+"#;
+        let delta = |reason: &str| {
+            format!("data: {{\"type\":\"message_delta\",\"delta\":{{\"stop_reason\":{reason}}}}}\n\n")
+        };
+        let block = "data: {\"type\":\"content_block_start\",\"index\":0}\n\n";
+        let ping = "event: ping\ndata: {\"type\": \"ping\"}\n\n";
+        for (stream, expected) in [
+            (start.to_owned(), ReplyStart::Role),
+            (format!("{start}{ping}{}", delta("null")), ReplyStart::Aborted),
+            (format!("{start}{}", delta("\"end_turn\"")), ReplyStart::Usual),
+            (format!("{start}{block}{}", delta("null")), ReplyStart::Usual),
+        ] {
+            assert_eq!(ReplyStart::of_stream(Dialect::Messages, stream.as_bytes()), expected, "{stream}");
+        }
+        for (reply, expected) in [
+            (r#"{"type":"message","content":[]}"#, ReplyStart::Aborted),
+            (r#"{"type":"message","content":[{"text":"a"}],"stop_reason":null}"#, ReplyStart::Aborted),
+            (r#"{"type":"message","content":[],"stop_reason":"end_turn"}"#, ReplyStart::Usual),
+            (r#"{"type":"error","error":{"message":"x"}}"#, ReplyStart::Usual),
+            (r#"{"type":"message","content":["#, ReplyStart::Usual),
+        ] {
+            assert_eq!(ReplyStart::of_whole(Dialect::Messages, reply.as_bytes()), expected, "{reply}");
+        }
+    }
+
+    #[test]
+    fn a_response_that_is_cancelled_or_has_no_token_is_aborted() {
+        let created = "data: {\"type\":\"response.created\",\"response\":{\"status\":\"in_progress\",\"output\":[]}}\n\n";
+        for (response, expected) in [
+            (json!({"status": "cancelled", "output": [{}], "usage": null}), ReplyStart::Aborted),
+            (
+                json!({"status": "completed", "output": [], "usage": {"output_tokens": 0}}),
+                ReplyStart::Aborted,
+            ),
+            (
+                json!({"status": "incomplete", "output": [], "usage": {"output_tokens": 0}}),
+                ReplyStart::Aborted,
+            ),
+            (json!({"status": "completed", "output": [], "usage": {"output_tokens": 1}}), ReplyStart::Usual),
+            (
+                json!({"status": "completed", "output": [{}], "usage": {"output_tokens": 0}}),
+                ReplyStart::Usual,
+            ),
+            (json!({"status": "completed", "output": [], "usage": null}), ReplyStart::Usual),
+        ] {
+            let last = json!({"type": "response.completed", "response": response});
+            let stream = format!("{created}data: {last}\n\n");
+            assert_eq!(ReplyStart::of_stream(Dialect::Responses, stream.as_bytes()), expected, "{stream}");
+            let mut whole = response;
+            // A reply without both lengths has no usage.
+            if whole["usage"].is_object() {
+                whole["usage"]["input_tokens"] = json!(3);
+            }
+            let whole = whole.to_string();
+            assert_eq!(ReplyStart::of_whole(Dialect::Responses, whole.as_bytes()), expected, "{whole}");
+        }
+        assert_eq!(ReplyStart::of_stream(Dialect::Responses, created.as_bytes()), ReplyStart::Role);
+        let item = "data: {\"type\":\"response.output_item.added\"}\n\n";
+        let begun = format!("{created}{item}");
+        assert_eq!(ReplyStart::of_stream(Dialect::Responses, begun.as_bytes()), ReplyStart::Usual);
     }
 }

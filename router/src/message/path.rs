@@ -64,9 +64,9 @@ impl Dialect {
     /// What ends a stream.
     pub(crate) fn stream_ending(self) -> StreamEnding {
         match self {
-            Self::OpenAi(_) => StreamEnding::Done,
+            Self::OpenAi(_) | Self::Passthrough(_) => StreamEnding::Done,
             Self::Messages => StreamEnding::MessageStop,
-            Self::Responses | Self::Passthrough(_) => StreamEnding::Body,
+            Self::Responses => StreamEnding::ResponseEnd,
         }
     }
 

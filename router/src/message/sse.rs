@@ -19,7 +19,7 @@ mod frames;
 use bytes::{Buf, Bytes, BytesMut};
 
 use crate::message::usage::{ChoiceTokens, JsonScanner};
-use frames::{Frame, FrameScanner};
+use frames::{EventName, Frame, FrameScanner};
 
 pub(crate) use events::{FilteredFrames, StreamEnding, StreamReadOptions, TokenCountRule, first_error};
 pub(crate) use frames::{frames, lines, value};
@@ -34,8 +34,10 @@ pub(crate) struct FrameBuffer {
     /// The unfinished frame.
     partial: BytesMut,
     scan: FrameScanner,
-    done: bool,
-    /// The frames of the last pass, without the one that is `[DONE]`.
+    /// Where the last frame of the stream begins in the bytes of the last pass, once it has arrived.
+    last: Option<usize>,
+    /// The frames of the last pass, without the last one of the stream. That of a response is among them: it has the
+    /// usage.
     complete: Vec<Frame>,
     /// The unfinished frame, if pieces of it were passed.
     long_frame: Option<Box<LongFrame>>,
@@ -69,7 +71,7 @@ impl FrameBuffer {
     pub(crate) fn pass(&mut self, chunk: Bytes) -> Bytes {
         self.complete.clear();
         self.long_scan = None;
-        if self.done {
+        if self.is_done() {
             return Bytes::new();
         }
         if self.partial.is_empty() {
@@ -93,16 +95,23 @@ impl FrameBuffer {
         let mut end = 0;
         while let Some(frame) = self.scan.next(bytes) {
             end = frame.end;
-            if let Some(mut long) = self.long_frame.take() {
-                long.take(&bytes[..end]);
-                self.long_scan = Some(Box::new(long.data));
-            } else if self.reading.ending.is_end(&frame, bytes) {
-                self.done = true;
-                break;
-            }
+            let is_response = self.reading.ending == StreamEnding::ResponseEnd;
+            let is_last = match self.long_frame.take() {
+                Some(mut long) => {
+                    long.take(&bytes[..end]);
+                    self.long_scan = Some(Box::new(long.data));
+                    is_response && frame.name == EventName::ResponseEnd
+                }
+                None => self.reading.ending.is_end(&frame, bytes),
+            };
+            self.last = is_last.then_some(frame.start);
             // A frame that was too long for the buffer is the first of them.
-            if frame.has_data() || self.long_scan.is_some() && self.complete.is_empty() {
+            let is_read = frame.has_data() || self.long_scan.is_some() && self.complete.is_empty();
+            if is_read && (is_response || !is_last) {
                 self.complete.push(frame);
+            }
+            if is_last {
+                break;
             }
         }
         self.scan.forget(end);
@@ -111,7 +120,7 @@ impl FrameBuffer {
 
     /// Returns the bytes that pass, with the part of an unfinished frame that is too long for the buffer.
     fn with_piece(&mut self, whole: Bytes) -> Bytes {
-        if self.done {
+        if self.is_done() {
             // Nothing that follows has a meaning.
             self.partial.clear();
             return whole;
@@ -131,7 +140,7 @@ impl FrameBuffer {
 
     /// Whether the stream has contained its last event, usually `[DONE]`. Bytes behind it change nothing.
     pub(crate) fn is_done(&self) -> bool {
-        self.done
+        self.last.is_some()
     }
 
     /// Whether the rest is only a `[DONE]` without its last line end.

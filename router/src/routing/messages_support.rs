@@ -1,40 +1,75 @@
 //! Whether the engines of a model have Anthropic's `/v1/messages`. With `messages: auto` the router asks a decode
 //! engine: an empty request is refused as invalid (400), or the path or method is unknown (404, 405, 501).
 //!
-//! One request at a time asks, and the answer holds for a minute, because another version may start at the same address.
+//! The first request asks, and others wait for its answer. It holds for a minute, because another version may start at
+//! the same address. Then one task asks again, and requests go by the old answer until it ends.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use hyper::header::HeaderValue;
 
 use crate::config::MessagesMode;
-use crate::engines::http::EngineRequest;
+use crate::engines::http::{Engine, EngineRequest};
 use crate::message::path::Dialect;
 use crate::routing::pool::Pool;
 
-/// How long an answer holds, and how long the router does not ask after no engine has answered.
+/// How long an answer holds, and how long the router does not ask again after it has asked.
 const ANSWER_TTL: Duration = Duration::from_secs(60);
-const SILENCE_TTL: Duration = Duration::from_secs(5);
-/// Maximum engines that one request asks, and maximum wait for each.
+const ASK_PAUSE: Duration = Duration::from_secs(5);
+/// Maximum engines that are asked at a time, and maximum wait for each.
 const ENGINES_ASKED_MAX: usize = 3;
 const ASK_TIMEOUT: Duration = Duration::from_secs(1);
+// One task at a time asks.
+const _: () = assert!(ENGINES_ASKED_MAX as u64 * ASK_TIMEOUT.as_secs() < ASK_PAUSE.as_secs());
 /// Maximum bytes of an answer; of a larger one the status counts.
 const ANSWER_BYTES_MAX: usize = 64 << 10;
 
 /// Of one model.
 pub(crate) struct MessagesSupport {
     mode: MessagesMode,
-    learnt: Mutex<Option<Learnt>>,
-    /// Held by the request that asks.
+    learnt: Mutex<Learnt>,
+    /// Held by the first request that asks.
     ask_lock: tokio::sync::Mutex<()>,
 }
 
-#[derive(Clone, Copy, Debug)]
+/// What is known. Pure: times in.
+#[derive(Clone, Copy, Debug, Default)]
 struct Learnt {
+    /// `None` until the first question has ended.
+    is_native: Option<bool>,
+    /// When the engines are asked again.
+    due: Option<Instant>,
+}
+
+/// An answer that is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Known {
     is_native: bool,
-    until: Instant,
+    /// The caller must have the engines asked again.
+    is_due: bool,
+}
+
+impl Learnt {
+    /// The answer so far. When it is due, one caller has the engines asked again.
+    fn known(&mut self, now: Instant) -> Option<Known> {
+        let is_native = self.is_native?;
+        let is_due = self.due.is_none_or(|due| due <= now);
+        if is_due {
+            self.due = Some(now + ASK_PAUSE);
+        }
+        Some(Known { is_native, is_due })
+    }
+
+    /// Records the end of a question. Without an answer the one before counts: a client's refused key shows nothing.
+    /// Without any, requests go out as they are, and the first one shows why.
+    fn learn(&mut self, answer: Option<bool>, now: Instant) -> bool {
+        let is_native = answer.or(self.is_native).unwrap_or(true);
+        let pause = if answer.is_some() { ANSWER_TTL } else { ASK_PAUSE };
+        *self = Self { is_native: Some(is_native), due: Some(now + pause) };
+        is_native
+    }
 }
 
 impl MessagesSupport {
@@ -45,46 +80,56 @@ impl MessagesSupport {
     /// Whether the engines get Messages as they are. `decode` is the model's pool, and `authorization` the client's.
     ///
     /// # Cancel safety
-    /// Dropping the future ends the question; the next request asks.
-    pub(crate) async fn is_native(&self, decode: &Pool, authorization: Option<&HeaderValue>) -> bool {
+    /// Dropping the future ends the first question; the next request asks.
+    pub(crate) async fn is_native(
+        self: &Arc<Self>,
+        decode: &Pool,
+        authorization: Option<&HeaderValue>,
+    ) -> bool {
         match self.mode {
             MessagesMode::Native => return true,
             MessagesMode::Translate => return false,
             MessagesMode::Auto => {}
         }
-        if let Some(known) = self.known() {
+        if let Some(known) = self.known(decode, authorization) {
             return known;
         }
         let _one_at_a_time = self.ask_lock.lock().await;
-        if let Some(known) = self.known() {
+        if let Some(known) = self.known(decode, authorization) {
             return known;
         }
-        let answer = ask(decode, authorization).await;
-        // Without an answer the one before counts: a client's refused key shows nothing. The first request shows why.
-        let before = *self.learnt.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_native = answer.unwrap_or_else(|| before.is_none_or(|before| before.is_native));
-        let ttl = if answer.is_some() { ANSWER_TTL } else { SILENCE_TTL };
-        let learnt = Learnt { is_native, until: Instant::now() + ttl };
-        *self.learnt.lock().unwrap_or_else(PoisonError::into_inner) = Some(learnt);
-        is_native
+        let answer = ask(decode.usable_engines(), authorization).await;
+        self.learnt().learn(answer, Instant::now())
     }
 
-    fn known(&self) -> Option<bool> {
-        let learnt = *self.learnt.lock().unwrap_or_else(PoisonError::into_inner);
-        learnt.filter(|learnt| Instant::now() < learnt.until).map(|learnt| learnt.is_native)
+    /// The answer so far. A task asks again when it is due.
+    fn known(self: &Arc<Self>, decode: &Pool, authorization: Option<&HeaderValue>) -> Option<bool> {
+        let known = self.learnt().known(Instant::now())?;
+        if known.is_due {
+            let (support, engines) = (Arc::clone(self), decode.usable_engines());
+            let authorization = authorization.cloned();
+            tokio::spawn(async move {
+                let answer = ask(engines, authorization.as_ref()).await;
+                support.learnt().learn(answer, Instant::now());
+            });
+        }
+        Some(known.is_native)
+    }
+
+    fn learnt(&self) -> MutexGuard<'_, Learnt> {
+        self.learnt.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Asks decode engines until one has answered; `None` if no answer shows it.
-async fn ask(decode: &Pool, authorization: Option<&HeaderValue>) -> Option<bool> {
-    let known = decode.members().iter().filter(|member| member.engine.is_known());
-    for member in known.take(ENGINES_ASKED_MAX) {
+/// Asks engines until one has answered; `None` if no answer shows it.
+async fn ask(engines: Vec<Arc<Engine>>, authorization: Option<&HeaderValue>) -> Option<bool> {
+    for engine in engines.into_iter().take(ENGINES_ASKED_MAX) {
         let request = EngineRequest {
             authorization: authorization.cloned(),
             ..EngineRequest::post(Dialect::Messages.path(), Bytes::from_static(b"{}"))
         };
         let reply = async {
-            let reply = member.engine.call(&request, |_| {}).await?;
+            let reply = engine.call(&request, |_| {}).await?;
             reply.read_whole_or_head(ANSWER_BYTES_MAX).await
         };
         if let Ok(Ok(reply)) = tokio::time::timeout(ASK_TIMEOUT, reply).await
@@ -103,5 +148,40 @@ fn has_endpoint(status: u16) -> Option<bool> {
         // A key is checked before the path, and an engine may be full.
         401 | 403 | 408 | 429 | 500.. => None,
         _ => Some(true),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_is_given_while_one_task_asks_again() {
+        let now = Instant::now();
+        let at = |seconds| now + Duration::from_secs(seconds);
+        let known = |is_native, is_due| Some(Known { is_native, is_due });
+        let mut learnt = Learnt::default();
+        assert_eq!(learnt.known(now), None, "the first request asks");
+        assert!(!learnt.learn(Some(false), now));
+        assert_eq!(learnt.known(at(59)), known(false, false));
+        assert_eq!(learnt.known(at(60)), known(false, true));
+        assert_eq!(learnt.known(at(60)), known(false, false), "no other task asks");
+        assert!(learnt.learn(Some(true), at(61)));
+        assert_eq!(learnt.known(at(62)), known(true, false));
+        // Engines that do not answer are asked from time to time, and no request waits for them.
+        assert_eq!(learnt.known(at(121)), known(true, true));
+        assert!(learnt.learn(None, at(124)));
+        assert_eq!(learnt.known(at(128)), known(true, false));
+        assert_eq!(learnt.known(at(129)), known(true, true));
+    }
+
+    #[test]
+    fn requests_go_out_as_they_are_while_no_engine_has_answered() {
+        let now = Instant::now();
+        let mut learnt = Learnt::default();
+        assert!(learnt.learn(None, now));
+        let known = Known { is_native: true, is_due: false };
+        assert_eq!(learnt.known(now + Duration::from_secs(4)), Some(known));
+        assert_eq!(learnt.known(now + ASK_PAUSE), Some(Known { is_due: true, ..known }));
     }
 }

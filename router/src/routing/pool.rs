@@ -165,6 +165,15 @@ impl Pool {
         engines
     }
 
+    /// The engines that may receive requests and are known to exist.
+    pub(crate) fn usable_engines(&self) -> Vec<Arc<Engine>> {
+        let mut engines = self.engines();
+        engines.retain(|engine| {
+            engine.health().standing(self.leg) <= crate::engines::health::Standing::Trial && engine.is_known()
+        });
+        engines
+    }
+
     /// Continues the turns of the previous version of this pool, so that a reload favours no engine.
     pub(crate) fn continue_turns_of(&self, previous: &Self) {
         self.turn.store(previous.turn.load(Ordering::Relaxed), Ordering::Relaxed);

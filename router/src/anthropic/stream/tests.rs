@@ -107,6 +107,24 @@ fn the_result_does_not_depend_on_how_the_frames_arrive() {
 }
 
 #[test]
+fn a_call_that_a_stop_sequence_cut_is_no_tool_use() {
+    for (calls, finish, stop, reason, sequence) in [
+        (vec!["{\"a\":"], "stop", json!("END"), "stop_sequence", json!("END")),
+        (vec!["{\"a\":", "\"}"], "tool_calls", json!("END"), "stop_sequence", json!("END")),
+        (vec!["{\"a\":", "1}"], "stop", json!("END"), "tool_use", json!(null)),
+        (vec!["{\"a\":"], "tool_calls", json!(null), "tool_use", json!(null)),
+        (vec!["{\"a\":"], "length", json!(null), "max_tokens", json!(null)),
+    ] {
+        let mut stream = vec![call(0, Some("c0"), Some("f"), "{}"), call(1, Some("c1"), Some("f"), "")];
+        stream.extend(calls.iter().map(|part| call(1, None, None, part)));
+        stream.push(end(finish, stop));
+        let events = summary(&sse(&stream)).expect("a translation");
+        let delta = json!({"stop_reason": reason, "stop_sequence": sequence});
+        assert!(events[events.len() - 2].starts_with(&delta.to_string()), "{events:?}");
+    }
+}
+
+#[test]
 fn the_routers_count_stands_for_a_missing_usage() {
     let counted = Usage { prompt: 9, cached: 2, completion: 4 };
     let begun = Bytes::from(format!("data: {}\n\n", chunk(json!({"content": "a"}))));

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! handshake ─▶ open ── idle, drain, close_after ─▶ draining (GOAWAY, streams in flight finish) ─▶ ended
+//!                 │    or too many requests                                                         ▲
 //!                 └─── flood, slow head ─────────▶ cut (GOAWAY, every stream ends) ─────────────────┘
 //! ```
 //!
@@ -35,10 +36,17 @@ const CONNECTION_WINDOW_BYTES: u32 = 1 << 20;
 const SEND_BUFFER_BYTES: usize = 32 << 10;
 /// Streams that were reset before their request was accepted: those of one read of the socket.
 const UNACCEPTED_RESETS_MAX: usize = 100;
-/// Streams that the router reset and still knows, so that frames in transit are ignored.
-const RESET_STREAMS_MAX: usize = 50;
-/// Streams that the router may refuse or reset for a client's errors, in a connection's life.
-const ERROR_RESETS_MAX: usize = 1024;
+/// Streams that the router reset, and how long it knows them: frames that cross the reset are then ignored. Each takes
+/// a few hundred bytes.
+const RESET_STREAMS_MAX: usize = 1_000;
+const RESET_STREAM_TIME: Duration = Duration::from_secs(5);
+/// Requests of one connection. `h2` has counters that are never reset, so a connection is drained before one of them
+/// can end it with all its streams.
+const REQUESTS_MAX: usize = 10_000;
+/// Frames on streams that the router no longer knows, in a connection's life. A refused upload may have sent its whole
+/// window, in frames of the usual size, so no number of refusals ends a connection.
+const ERROR_RESETS_MAX: usize = REQUESTS_MAX * (STREAM_WINDOW_BYTES / USUAL_FRAME_BYTES);
+const USUAL_FRAME_BYTES: usize = 16 << 10;
 
 /// Why the router ended a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,6 +72,8 @@ pub(crate) struct Http2Connection {
     /// Fires when the phase or the connection must end.
     timer: Pin<Box<Sleep>>,
     end: Http2End,
+    /// Requests so far.
+    requests: usize,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,6 +110,7 @@ impl Http2Connection {
             .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
             .max_send_buffer_size(SEND_BUFFER_BYTES)
             .max_concurrent_reset_streams(RESET_STREAMS_MAX)
+            .reset_stream_duration(RESET_STREAM_TIME)
             .max_pending_accept_reset_streams(UNACCEPTED_RESETS_MAX)
             .max_local_error_reset_streams(Some(ERROR_RESETS_MAX))
             .handshake(MeteredSocket(Arc::clone(&shared)));
@@ -112,6 +123,7 @@ impl Http2Connection {
             phase: ConnectionPhase::Open,
             timer: Box::pin(tokio::time::sleep(Duration::ZERO)),
             end: Http2End::Closed,
+            requests: 0,
         })
     }
 
@@ -186,7 +198,15 @@ impl Http2Connection {
         }
     }
 
-    fn accept(&self, request: hyper::Request<h2::RecvStream>, mut respond: SendResponse<Bytes>) -> NewStream {
+    fn accept(
+        &mut self,
+        request: hyper::Request<h2::RecvStream>,
+        mut respond: SendResponse<Bytes>,
+    ) -> NewStream {
+        self.requests += 1;
+        if self.requests == REQUESTS_MAX {
+            self.close();
+        }
         let (mut parts, body) = request.into_parts();
         match head::check(&mut parts, self.bounds.head_bytes) {
             Ok(()) => {

@@ -1,5 +1,8 @@
 //! Strict check of a request's head: the rules of the HTTP/1 reader, for what HTTP/2 has instead.
 //!
+//! One rule is weaker: `h2` drops a fragment (`#`) of `:path` before this check, so it is not refused. No engine gets
+//! it.
+//!
 //! `h2` has already refused broken pseudo-headers, names in upper case, control bytes, and headers that belong to a
 //! connection. This check refuses:
 //!

@@ -16,7 +16,7 @@ use crate::engines::health::FailureKind;
 use crate::engines::protocol::ServerInfo;
 
 /// Limit of the retry on a new connection. An idle connection that breaks so soon after a request was sent on it
-/// had been closed before. One that breaks later lost the request.
+/// had been closed before. One that breaks later lost the request. A shared connection counts from its last idle time.
 const STALE_CONNECTION_WINDOW: Duration = Duration::from_secs(1);
 
 /// Maximum wait for `/server_info`, and its maximum size.
@@ -84,7 +84,8 @@ impl Engine {
     /// Sends a request and waits for the head of the reply.
     ///
     /// `sent` is called with the socket each time the request is sent on one. An idle connection that the engine
-    /// turns out to have closed before any byte of a reply is replaced by a new one, once. This is safe: no byte
+    /// turns out to have closed before any byte of a reply is replaced by a new one, once. A connection of HTTP/2 that
+    /// has other requests is replaced only if nothing has arrived since it was idle. This is safe: no byte
     /// was sent to the client, and an engine stops a request whose connection it closed. A later loss, or one
     /// after the request was abandoned, is a failed attempt.
     ///
@@ -104,7 +105,9 @@ impl Engine {
             match self.send(&mut idle, request, request.is_work()).await {
                 Ok(head) => return Ok(self.reply(head, idle)),
                 Err(ConnectionError::Unanswered)
-                    if begun.elapsed() < STALE_CONNECTION_WINDOW && !socket.is_abandoned() =>
+                    if begun.elapsed() < STALE_CONNECTION_WINDOW
+                        && idle.may_have_been_closed(STALE_CONNECTION_WINDOW)
+                        && !socket.is_abandoned() =>
                 {
                     lost = Some(socket);
                 }

@@ -249,6 +249,15 @@ impl Connection {
         }
     }
 
+    /// Whether the engine may have closed the connection before this request was sent: it was idle before, `within` ago at
+    /// most. A shared connection counts as open once something was received for a request since.
+    pub(super) fn may_have_been_closed(&self, within: Duration) -> bool {
+        match &self.http {
+            HttpVersion::One(_) => true,
+            HttpVersion::Two(stream) => stream.may_have_been_closed(within),
+        }
+    }
+
     pub(crate) fn mark_idle(&mut self, now: Instant) {
         self.idle_since = now;
     }

@@ -6,15 +6,18 @@ use std::sync::LazyLock;
 
 use bytes::{Bytes, BytesMut};
 use memchr::memmem::{self, Finder};
+use serde_json::Value;
 
 use super::FrameBuffer;
-use super::frames::{Frame, frames};
-use crate::message::embedded_error::EmbeddedError;
+use super::frames::{EventName, Frame, RESPONSE_ENDS, frames};
+use crate::message::embedded_error::{EmbeddedError, has_no_output};
 use crate::message::usage::{JsonScanner, UsageScan};
 
 static USAGE: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"usage\""));
 static FINISH: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"finish_reason\""));
 static ERROR: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"error\""));
+static STOP: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"stop_reason\""));
+static KIND: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"type\""));
 static TOKEN_IDS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"token_ids\""));
 
 /// How a stream is read.
@@ -34,17 +37,32 @@ pub(crate) enum StreamEnding {
     Done,
     /// The event `message_stop`. Anthropic's SDK takes a stream that is cut before it as complete (2.14).
     MessageStop,
-    /// The end of the body, or `[DONE]`.
-    Body,
+    /// The event `response.completed`, `response.incomplete` or `response.failed`, or `[DONE]`. A body that ends before
+    /// it is cut.
+    ResponseEnd,
 }
 
 impl StreamEnding {
     /// Whether this frame ends a stream.
     pub(super) fn is_end(self, frame: &Frame, bytes: &[u8]) -> bool {
         match self {
-            Self::MessageStop => frame.is_stop && frame.has_data(),
-            Self::Done | Self::Body => frame.is_done(bytes),
+            Self::MessageStop => frame.name == EventName::MessageStop && frame.has_data(),
+            Self::ResponseEnd => match frame.name {
+                EventName::ResponseEnd => frame.has_data(),
+                // A reader takes the kind of an event from its data, so the name may be missing.
+                EventName::None => frame.is_done(bytes) || is_response_end(&bytes[frame.start..frame.end]),
+                EventName::Error | EventName::MessageStop | EventName::Other => false,
+            },
+            Self::Done => frame.is_done(bytes),
         }
+    }
+
+    /// Whether an event of Messages contains the reason of the end.
+    fn has_reason(self, event: &[u8]) -> bool {
+        let has = |at: usize| {
+            value(&event[at + STOP.needle().len()..]).is_some_and(|reason| reason.starts_with(b"\""))
+        };
+        self == Self::MessageStop && STOP.find_iter(event).any(has)
     }
 }
 
@@ -82,14 +100,18 @@ impl FrameBuffer {
             return FilteredFrames { forwarded: whole, error: None };
         }
         let mut removed: Vec<Range<usize>> = Vec::new();
-        for frame in &self.complete {
+        for (at, frame) in self.complete.iter().enumerate() {
+            // The last event of a response.
+            let is_last = self.last.is_some() && at + 1 == self.complete.len();
+            let is_end = is_last && self.reading.ending == StreamEnding::ResponseEnd;
             let long = self.long_scan.take();
             if !frame.has_data() && long.is_none() {
                 continue;
             }
             let bytes = &whole[frame.start..frame.end];
             let tokens = self.reading.counts.tokens(bytes);
-            if long.is_none() && !needs_parsing(frame) && !has_value(bytes) {
+            let has_value = || has_value(bytes) || is_end || self.reading.ending.has_reason(bytes);
+            if long.is_none() && !needs_parsing(frame) && !has_value() {
                 usage.streamed += tokens;
                 continue;
             }
@@ -102,7 +124,9 @@ impl FrameBuffer {
                     (data, scanner)
                 }
             };
-            if let Some(error) = embedded_error(frame, data, &scanner) {
+            let is_aborted = is_end && is_aborted(&data, &scanner, usage);
+            let aborted = || is_aborted.then(EmbeddedError::of_abort);
+            if let Some(error) = embedded_error(frame, data, &scanner).or_else(aborted) {
                 // The client has the beginning of a long frame.
                 let end = if is_long { frame.end } else { frame.start };
                 return FilteredFrames {
@@ -125,8 +149,25 @@ impl FrameBuffer {
                 removed.push(frame.start..frame.end);
             }
         }
-        FilteredFrames { forwarded: without(&whole, &removed), error: None }
+        // vLLM reports its own abort by an end without a reason.
+        let last = self.last.filter(|_| self.reading.ending == StreamEnding::MessageStop);
+        match last.filter(|_| usage.finish.is_none()) {
+            Some(start) => FilteredFrames {
+                forwarded: without(&whole.slice(..start), &removed),
+                error: Some(EmbeddedError::of_abort()),
+            },
+            None => FilteredFrames { forwarded: without(&whole, &removed), error: None },
+        }
     }
+}
+
+/// Whether the last event of a response reports the engine's own abort: by its status, or because there was no token. The
+/// data of a long event is empty here.
+fn is_aborted(event: &[u8], scanner: &JsonScanner, before: &UsageScan) -> bool {
+    let has_tokens = before.streamed > 0 || scanner.usage().is_none_or(|usage| usage.completion > 0);
+    let is_empty =
+        || serde_json::from_slice(event).is_ok_and(|event: Value| has_no_output(&event["response"]));
+    scanner.is_cancelled() || !has_tokens && is_empty()
 }
 
 impl TokenCountRule {
@@ -161,12 +202,22 @@ pub(crate) fn first_error(whole: &Bytes) -> Option<EmbeddedError> {
 
 fn embedded_error(frame: &Frame, data: Bytes, scanner: &JsonScanner) -> Option<EmbeddedError> {
     EmbeddedError::of(data.clone(), scanner)
-        .or_else(|| frame.is_error.then(|| EmbeddedError::of_error_event(data)))
+        .or_else(|| frame.is_error().then(|| EmbeddedError::of_error_event(data)))
 }
 
 /// Whether the keywords may span lines, or the event's name is `error`.
 fn needs_parsing(frame: &Frame) -> bool {
-    frame.fields > 1 || frame.is_error
+    frame.fields > 1 || frame.is_error()
+}
+
+/// Whether an event without a name is the last one of a response.
+fn is_response_end(frame: &[u8]) -> bool {
+    let kind =
+        |at: usize| value(&frame[at + KIND.needle().len()..]).and_then(|kind| kind.strip_prefix(b"\""));
+    let is_end = |kind: &[u8]| {
+        RESPONSE_ENDS.iter().any(|end| kind.strip_prefix(*end).is_some_and(|rest| rest.starts_with(b"\"")))
+    };
+    KIND.find_iter(frame).filter_map(kind).any(is_end)
 }
 
 /// The data of a frame, without a copy if it is one line.

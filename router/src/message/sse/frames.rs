@@ -9,6 +9,34 @@ use std::borrow::Cow;
 use memchr::memchr2;
 
 const BYTE_ORDER_MARK: &[u8] = b"\xEF\xBB\xBF";
+/// The last events of a response. vLLM 0.32 sends the first one for an incomplete response, too.
+pub(super) const RESPONSE_ENDS: [&[u8]; 3] =
+    [b"response.completed", b"response.incomplete", b"response.failed"];
+
+/// The name of an event, as far as it matters.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum EventName {
+    /// It has none.
+    #[default]
+    None,
+    Error,
+    MessageStop,
+    /// One of [`RESPONSE_ENDS`].
+    ResponseEnd,
+    Other,
+}
+
+impl EventName {
+    fn of(name: &[u8]) -> Self {
+        match name {
+            b"" => Self::None,
+            b"error" => Self::Error,
+            b"message_stop" => Self::MessageStop,
+            _ if RESPONSE_ENDS.contains(&name) => Self::ResponseEnd,
+            _ => Self::Other,
+        }
+    }
+}
 
 /// Lines up to and including a blank one. A frame has an event if it has data.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -19,10 +47,8 @@ pub(crate) struct Frame {
     data: (usize, usize),
     /// Number of `data` fields.
     pub fields: usize,
-    /// Its last `event` field is `error`.
-    pub is_error: bool,
-    /// Its last `event` field is `message_stop`.
-    pub is_stop: bool,
+    /// The value of its last `event` field.
+    pub name: EventName,
 }
 
 /// State of the scan of bytes that grow.
@@ -46,6 +72,11 @@ impl Frame {
     /// Whether it has an event.
     pub(crate) fn has_data(&self) -> bool {
         self.fields > 0
+    }
+
+    /// Whether its event is named `error`.
+    pub(crate) fn is_error(&self) -> bool {
+        self.name == EventName::Error
     }
 
     /// The data of its event. `bytes` are those that were scanned.
@@ -77,8 +108,7 @@ impl Frame {
             }
             self.fields += 1;
         } else if let Some(value) = value(line, b"event") {
-            self.is_error = value == b"error";
-            self.is_stop = value == b"message_stop";
+            self.name = EventName::of(value);
         }
     }
 }

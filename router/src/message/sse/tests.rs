@@ -193,7 +193,7 @@ fn reference(stream: &[u8]) -> Vec<(String, String)> {
 
 fn events_of(whole: &[u8]) -> Vec<(bool, String)> {
     let event = |frame: Frame| {
-        frame.has_data().then(|| (frame.is_error, String::from_utf8_lossy(&frame.data(whole)).into_owned()))
+        frame.has_data().then(|| (frame.is_error(), String::from_utf8_lossy(&frame.data(whole)).into_owned()))
     };
     frames(whole).filter_map(event).collect()
 }
@@ -213,7 +213,7 @@ proptest::proptest! {
             let whole = frames.pass(Bytes::copy_from_slice(piece));
             for frame in &frames.complete {
                 if frame.has_data() {
-                    found.push((frame.is_error, String::from_utf8_lossy(&frame.data(&whole)).into_owned()));
+                    found.push((frame.is_error(), String::from_utf8_lossy(&frame.data(&whole)).into_owned()));
                 }
             }
             passed.extend_from_slice(&whole);
@@ -405,4 +405,95 @@ fn a_messages_stream_ends_with_its_last_event_and_not_with_its_body() {
     assert!(!frames.is_done() && !frames.ends_with_done());
     let whole = frames.pass((rest.to_owned() + &delta).into());
     assert_eq!((&whole[..], frames.is_done()), (stop.as_bytes(), true));
+}
+
+fn named(data: &str) -> String {
+    let name = serde_json::from_str::<serde_json::Value>(data).expect("JSON")["type"].clone();
+    format!("event: {}\ndata: {data}\n\n", name.as_str().expect("a name"))
+}
+
+#[test]
+fn a_message_that_ends_without_a_reason_is_an_abort() {
+    let reading = StreamReadOptions {
+        counts: TokenCountRule::BlockDeltas,
+        ending: StreamEnding::MessageStop,
+        ..StreamReadOptions::default()
+    };
+    let text = named(r#"{"type":"content_block_delta","delta":{"type":"text_delta","text":"stop_reason"}}"#);
+    let stop = named(r#"{"type":"message_stop"}"#);
+    for (delta, is_complete) in [
+        (r#"{"type":"message_delta","delta":{"stop_reason":"end_turn"},"usage":{"output_tokens":1}}"#, true),
+        (r#"{"type":"message_delta","delta":{"stop_reason":"pause_turn"}}"#, true),
+        (r#"{"type":"message_delta","delta":{"stop_reason":null},"usage":{"output_tokens":1}}"#, false),
+        (r#"{"type":"message_delta","delta":{}}"#, false),
+    ] {
+        let before = text.clone() + &named(delta);
+        for piece in [7, 4096] {
+            let (passed, _, error) = streamed(&(before.clone() + &stop), piece, reading);
+            assert_eq!(error.is_none(), is_complete, "{delta}");
+            assert_eq!(passed, if is_complete { before.clone() + &stop } else { before.clone() }, "{delta}");
+        }
+    }
+}
+
+#[test]
+fn a_response_ends_with_its_last_event_and_one_that_is_aborted_with_an_error() {
+    let reading = StreamReadOptions {
+        counts: TokenCountRule::Deltas,
+        ending: StreamEnding::ResponseEnd,
+        ..StreamReadOptions::default()
+    };
+    let created = named(r#"{"type":"response.created","response":{"status":"in_progress"}}"#);
+    let delta = named(r#"{"type":"response.output_text.delta","delta":"\"type\":\"response.completed\""}"#);
+    let last = |status: &str, tokens: u64| {
+        format!(
+            r#"{{"type":"response.completed","response":{{"status":"{status}","output":[],"usage":{{"input_tokens":7,"output_tokens":{tokens}}}}}}}"#
+        )
+    };
+    for (begun, last, is_complete) in [
+        (created.clone() + &delta, last("completed", 2), true),
+        (created.clone() + &delta, last("completed", 0), true),
+        (created.clone() + &delta, last("cancelled", 2), false),
+        (created.clone(), last("completed", 0), false),
+        // SGLang counts no tokens of some calls of tools.
+        (created.clone(), last("completed", 0).replace("[]", "[{}]"), true),
+        (created.clone(), r#"{"type": "response.incomplete","response":{"usage":null}}"#.to_owned(), true),
+    ] {
+        for end in [named(&last), format!("data: {last}\n\n")] {
+            for piece in [7, 4096] {
+                let mut frames = FrameBuffer::new(reading);
+                frames.pass(begun.clone().into());
+                assert!(!frames.is_done(), "{begun}");
+                let (passed, scan, error) = streamed(&(begun.clone() + &end), piece, reading);
+                assert_eq!(error.is_none(), is_complete, "{begun}{end}");
+                let expected = if is_complete { begun.clone() + &end } else { begun.clone() };
+                assert_eq!(passed, expected);
+                if is_complete && last.contains("output_tokens") {
+                    assert_eq!(scan.usage.map(|usage| usage.prompt), Some(7));
+                }
+                frames.pass(end.clone().into());
+                assert!(frames.is_done(), "{end}");
+            }
+        }
+    }
+    let failed = named(r#"{"type":"response.failed","response":{"error":{"code":"server_error"}}}"#);
+    assert!(streamed(&failed, 9, reading).2.is_some());
+    assert_eq!(streamed(&(created + &delta + "data: [DONE]\n\n"), 9, reading).2, None);
+}
+
+#[test]
+fn the_last_event_of_a_response_ends_it_although_it_is_too_long_to_be_held() {
+    let reading = StreamReadOptions { ending: StreamEnding::ResponseEnd, ..StreamReadOptions::default() };
+    let text = "x".repeat(2 * FRAME_BYTES_MAX);
+    let last = named(&format!(
+        r#"{{"type":"response.completed","response":{{"output":"{text}","usage":{{"input_tokens":7,"output_tokens":2}}}}}}"#
+    ));
+    let (mut frames, mut scan) = (FrameBuffer::new(reading), UsageScan::default());
+    for piece in last.as_bytes().chunks(64 << 10) {
+        assert!(!frames.is_done());
+        let whole = frames.pass(Bytes::copy_from_slice(piece));
+        assert_eq!(frames.read(whole, &mut scan).error, None);
+    }
+    assert!(frames.is_done());
+    assert_eq!(scan.usage, Some(Usage { prompt: 7, cached: 0, completion: 2 }));
 }

@@ -13,7 +13,8 @@ use crate::client::session::{BodyPiece, ResponseLength};
 use crate::engines::body_budget::BodyReservation;
 use crate::legs::Refusal;
 use crate::legs::request_error::RequestError;
-use crate::message::embedded_error::{ERROR_BYTES_MAX, InvalidReply, check_reply};
+use crate::message::embedded_error::{ERROR_BYTES_MAX, EmbeddedError, InvalidReply, check_reply};
+use crate::message::engine_abort::is_aborted;
 use crate::message::handoff_params::without_params;
 use crate::message::usage::JsonScanner;
 
@@ -128,9 +129,13 @@ impl ResponsePump<'_> {
     fn body_error(&mut self, body: &Bytes, scanner: &JsonScanner) -> Option<StreamError> {
         self.driver.progress.usage_scan.note(scanner);
         let kind = self.reply.as_ref().and_then(|reply| reply.content_type());
-        match check_reply(body, scanner, kind, self.format.dialect.generates())? {
-            InvalidReply::Error(error) => Some(self.stream_error(error)),
-            InvalidReply::Broken => Some(StreamError::EngineDied),
+        match check_reply(body, scanner, kind, self.format.dialect.generates()) {
+            Some(InvalidReply::Error(error)) => Some(self.stream_error(error)),
+            Some(InvalidReply::Broken) => Some(StreamError::EngineDied),
+            None if is_aborted(self.format.dialect, scanner) => {
+                Some(self.stream_error(EmbeddedError::of_abort()))
+            }
+            None => None,
         }
     }
 

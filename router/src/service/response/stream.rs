@@ -23,7 +23,7 @@ use crate::legs::request_error::RequestError;
 use crate::legs::{Refusal, Verdict, classify_unreadable};
 use crate::message::embedded_error::EmbeddedError;
 use crate::message::handoff_params::without_params;
-use crate::message::sse::{FilteredFrames, FrameBuffer, StreamEnding};
+use crate::message::sse::{FilteredFrames, FrameBuffer};
 use crate::metrics::ResumeResult;
 
 /// Time that an engine has after `[DONE]` to end its response, so that its connection can be reused.
@@ -144,10 +144,6 @@ impl ResponsePump<'_> {
                     }
                     Err(untranslatable) => untranslatable,
                 },
-                Ok(None) if self.ends_with_body() && frames.is_whole() => {
-                    self.complete();
-                    return self.write(Bytes::new(), BodyPiece::Last).await;
-                }
                 Ok(None) => StreamError::EngineDied,
                 Err(error) => error,
             };
@@ -166,11 +162,6 @@ impl ResponsePump<'_> {
         if let Some(reply) = self.reply.take() {
             drain(reply);
         }
-    }
-
-    /// Whether the end of the body ends the stream.
-    fn ends_with_body(&self) -> bool {
-        self.format.dialect.stream_ending() == StreamEnding::Body
     }
 
     /// The bytes that the client gets for an engine's frames.

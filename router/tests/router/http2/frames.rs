@@ -112,6 +112,43 @@ async fn a_connection_that_breaks_ends_all_its_streams() {
     system.settled().await;
 }
 
+/// The engine has the request: a replay would compute it twice under one id.
+#[tokio::test]
+async fn a_request_on_a_busy_connection_that_breaks_is_not_sent_again() {
+    let listener = listener().await;
+    let system = router(&listener, &[], "attempts: {decode: 1}").await;
+    let first = sent(&system).await;
+    let mut engine = RawHttp2::accept(&listener, &[]).await;
+    let _streams = two_streams(&system, &mut engine, first).await;
+    let mut third = sent(&system).await;
+    engine.request().await;
+    drop(engine);
+    assert_eq!(third.answer().await.status, 502);
+    assert_eq!(system.metric("baton_router_engine_replays_total").await, 0.0);
+}
+
+#[tokio::test]
+async fn a_request_on_a_connection_that_was_idle_is_sent_again() {
+    let listener = listener().await;
+    let system = router(&listener, &[], "attempts: {decode: 1}").await;
+    let mut first = sent(&system).await;
+    let mut engine = RawHttp2::accept(&listener, &[]).await;
+    let stream = engine.request().await;
+    engine.head(stream).await;
+    engine.data(stream, DONE, true).await;
+    assert!(first.answer().await.text().ends_with(DONE));
+    system.settled().await;
+    let mut second = sent(&system).await;
+    engine.request().await;
+    drop(engine);
+    let mut next = RawHttp2::accept(&listener, &[]).await;
+    let again = next.request().await;
+    next.head(again).await;
+    next.data(again, DONE, true).await;
+    assert!(second.answer().await.text().ends_with(DONE));
+    assert_eq!(system.metric("baton_router_engine_replays_total").await, 1.0);
+}
+
 #[tokio::test]
 async fn a_reset_by_the_engine_ends_one_stream() {
     let listener = listener().await;

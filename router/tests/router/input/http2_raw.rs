@@ -108,6 +108,74 @@ async fn resets_of_requests_that_ran_are_the_clients_leaving() {
     system.settled().await;
 }
 
+/// A client must be able to read so many bytes of responses without another update.
+async fn widen(client: &mut FrameClient) {
+    client.frame(WINDOW_UPDATE, 0, 0, &(1_u32 << 28).to_be_bytes()).await;
+}
+
+/// A gateway's clients with a wrong key or path: what they still upload belongs to streams that the router has reset.
+#[tokio::test]
+async fn refused_uploads_end_no_other_stream_of_their_connection() {
+    const REFUSED: u32 = 1_500;
+    let d = FakeEngine::always(Action::StreamGated(1)).await;
+    let system = TestRouter::with(&[], &[&d], "", "").await;
+    let mut client = FrameClient::connect(system.address, &[]).await;
+    widen(&mut client).await;
+    client.post(1, &completion(true)).await;
+    d.wait("the request", |d| d.received().len() == 1).await;
+    let head = block(&with(&[(":path", "/nowhere")]));
+    let refused: Vec<u32> = (1..=REFUSED).map(|at| 2 * at + 1).collect();
+    for streams in refused.chunks(100) {
+        for stream in streams {
+            client.frame(HEADERS, END_HEADERS, *stream, &head).await;
+        }
+        for _ in streams {
+            assert_eq!(client.until(RST_STREAM).await.error(), 0, "an answer, and then no more of the body");
+        }
+    }
+    for stream in &refused {
+        client.frame(DATA, 0, *stream, &[b'x'; 300]).await;
+    }
+    client.frame(PING, 0, 0, &[1; 8]).await;
+    assert_eq!(client.until(PING).await.payload, [1; 8], "the connection is open");
+    d.open_gate();
+    let (data, reset) = client.rest(1).await;
+    assert!(data.ends_with(b"data: [DONE]\n\n") && reset.is_none(), "the other stream goes on");
+    system.settled().await;
+}
+
+#[tokio::test]
+async fn a_connection_with_many_requests_is_drained_in_order() {
+    const REQUESTS: u32 = 10_000;
+    let (_d, system) = system("").await;
+    let mut client = FrameClient::connect(system.address, &[]).await;
+    widen(&mut client).await;
+    let head = block(&with(&[(":method", "GET"), (":path", "/health")]));
+    let streams: Vec<u32> = (0..REQUESTS).map(|at| 2 * at + 1).collect();
+    let (mut ends, mut drains) = (0, None);
+    for batch in streams.chunks(100) {
+        let frames: Vec<_> = batch
+            .iter()
+            .flat_map(|stream| frame(HEADERS, END_HEADERS | END_STREAM, *stream, &head))
+            .collect();
+        client.write(&frames).await;
+        let until = ends + batch.len();
+        while ends < until {
+            let next = client.next().await.expect("every request is answered");
+            if next.kind == GOAWAY {
+                assert!(until == streams.len() && drains.is_none(), "only with the last requests");
+                drains = Some(next.error());
+            }
+            ends += usize::from(next.flags & END_STREAM != 0 && matches!(next.kind, DATA | HEADERS));
+        }
+    }
+    let code = match drains {
+        Some(code) => code,
+        None => client.until(GOAWAY).await.error(),
+    };
+    assert_eq!(code, 0, "no error");
+}
+
 #[tokio::test]
 async fn broken_framing_ends_the_connection() {
     let (d, system) = system("").await;

@@ -27,6 +27,9 @@ fn ids(count: u32) -> Vec<u32> {
 /// An engine that tells these ids at one path and refuses the others with 403 or 404.
 async fn engine(path: &'static str, reply: Value) -> FakeEngine {
     FakeEngine::always(Action::Whole(1)).await.with_rule(move |request| {
+        if request.path == "/v1/messages" {
+            return Some(Action::Json(json!({"type": "message", "content": [], "stop_reason": "end_turn"})));
+        }
         let other = [(RENDER, 403), (TOKENIZE, 404), ("/v1/messages/render", 403)];
         let status = other.iter().find(|(other, _)| *other == request.path)?.1;
         Some(if request.path == path {

@@ -356,7 +356,7 @@ async fn the_router_learns_which_engines_have_messages() {
     }
     let native = FakeEngine::always(Action::Hang).await.with_rule(|request| {
         let is_question = request.body == json!({});
-        let reply = json!({"type": "message", "content": []});
+        let reply = json!({"type": "message", "content": [], "stop_reason": "end_turn"});
         Some(if is_question { Action::Refuse(400, json!({})) } else { Action::Json(reply) })
     });
     let system = TestRouter::with(&[], &[&native], "", "").await;
@@ -365,6 +365,26 @@ async fn the_router_learns_which_engines_have_messages() {
     }
     let paths: Vec<_> = native.received().into_iter().map(|request| request.path).collect();
     assert_eq!(paths, ["/v1/messages"; 3]);
+}
+
+#[tokio::test]
+async fn an_engine_that_gets_no_requests_is_not_asked_for_messages() {
+    let chat =
+        json!({"id": "chatcmpl-7", "choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]});
+    let drains = FakeEngine::always(Action::Hang).await;
+    let d = FakeEngine::always(Action::Refuse(404, json!({"detail": "Not Found"}))).await;
+    let d = d.with_rule(move |request| {
+        (request.path == "/v1/chat/completions").then(|| Action::Json(chat.clone()))
+    });
+    let system = TestRouter::of(&format!(
+        "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nhealth: {{active: {{interval_ms: 0}}}}\n\
+         models: [{{name: m, aliases: [alias], decode: {{engines: [{{url: '{}', drain: true}}, {{url: '{}'}}]}}}}]\n",
+        drains.url(),
+        d.url()
+    ))
+    .await;
+    assert_eq!(ask(&system, &request(false)).await.json()["type"], "message");
+    assert!(drains.received().is_empty());
 }
 
 #[tokio::test]

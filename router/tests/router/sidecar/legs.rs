@@ -198,7 +198,8 @@ async fn messages_and_responses_have_both_legs_and_their_own_errors() {
         ("/v1/responses", json!({"model": "m", "input": "x"})),
         ("/v1/chat/completions", json!({"model": "m", "messages": [{"role": "user", "content": "x"}]})),
     ] {
-        let (p, d, sidecar) = pair(Action::Lease(Some(HANDLE)), Action::Whole(1)).await;
+        let reply = Action::Json(json!({"id": "d", "choices": [{"text": "t"}], "stop_reason": "end_turn"}));
+        let (p, d, sidecar) = pair(Action::Lease(Some(HANDLE)), reply).await;
         let mut client = Client::connect(sidecar.address).await;
         client.post_bytes(path, &named(&p), body.to_string().as_bytes()).await;
         assert_eq!(client.answer().await.status, 200, "{path}");

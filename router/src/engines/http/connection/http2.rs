@@ -15,10 +15,10 @@
 use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Waker};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
 use h2::client::{Connection, ResponseFuture, SendRequest};
@@ -37,6 +37,9 @@ use super::transport::EngineTransport;
 pub(super) const STREAMS_MAX: usize = 100;
 /// Received bytes of one reply that nothing has read: as many as before the first window update of any client.
 const STREAM_WINDOW: u32 = 64 << 10;
+/// Requests of one connection. `h2` has counters that are never reset, such as those of errors and of empty frames, so
+/// the next request opens another connection before one of them can end this one with all its streams.
+const REQUESTS_MAX: usize = 10_000;
 /// Small frames take more memory than windows count: `h2` counts at least 256 bytes for each. A frame of 15 bytes takes
 /// 16 times its size in the window, so events of that size never exhaust it.
 const SMALL_FRAMES_BYTES: usize = 16 * STREAMS_MAX * STREAM_WINDOW as usize;
@@ -62,9 +65,21 @@ struct MultiplexState {
     scheme: Scheme,
     /// Streams in use.
     streams: AtomicUsize,
+    /// Streams so far.
+    opened: AtomicUsize,
+    /// When the first stream of those in use was opened. `None` until the connection has been idle once.
+    busy: Mutex<Option<BusySince>>,
     /// Heads and pieces that have arrived.
     received: AtomicU64,
     activity: Arc<EngineActivity>,
+}
+
+/// The end of a connection's idle time.
+#[derive(Clone, Copy, Debug)]
+struct BusySince {
+    at: Instant,
+    /// [`MultiplexState::received`] at that time.
+    received: u64,
 }
 
 /// The stream of one request.
@@ -111,6 +126,8 @@ impl MultiplexedConnection {
         let state = Arc::new(MultiplexState {
             scheme,
             streams: AtomicUsize::new(0),
+            opened: AtomicUsize::new(0),
+            busy: Mutex::default(),
             received: AtomicU64::new(0),
             activity: Arc::clone(activity),
         });
@@ -123,7 +140,13 @@ impl MultiplexedConnection {
     pub(super) fn open(&self) -> Option<Http2Stream> {
         let limit = self.sender.current_max_send_streams().min(STREAMS_MAX);
         let one_more = |now: usize| (now < limit).then_some(now + 1);
-        self.state.streams.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_more).ok()?;
+        let in_use = self.state.streams.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_more).ok()?;
+        let opened = self.state.opened.fetch_add(1, Ordering::Relaxed);
+        if in_use == 0 && opened > 0 {
+            let received = self.state.received.load(Ordering::Relaxed);
+            let mut busy = self.state.busy.lock().unwrap_or_else(PoisonError::into_inner);
+            *busy = Some(BusySince { at: Instant::now(), received });
+        }
         Some(Http2Stream {
             connection: self.clone(),
             phase: StreamPhase::New,
@@ -133,9 +156,12 @@ impl MultiplexedConnection {
         })
     }
 
-    /// Whether requests can still begin: the connection is open, and the engine is not closing it.
+    /// Whether requests can still begin: the connection is open, the engine is not closing it, and it has not served
+    /// too many.
     pub(super) fn is_usable(&mut self) -> bool {
-        !matches!(self.sender.poll_ready(&mut Context::from_waker(Waker::noop())), Poll::Ready(Err(_)))
+        let is_retired = self.state.opened.load(Ordering::Relaxed) >= REQUESTS_MAX;
+        !is_retired
+            && !matches!(self.sender.poll_ready(&mut Context::from_waker(Waker::noop())), Poll::Ready(Err(_)))
     }
 
     pub(super) fn has_streams(&self) -> bool {
@@ -221,6 +247,15 @@ async fn silence(ping: &mut PingPong, state: &MultiplexState, within: Duration) 
 impl Http2Stream {
     pub(super) fn connection(&self) -> &MultiplexedConnection {
         &self.connection
+    }
+
+    /// Whether the engine may have closed the connection before it got the request: the connection was idle less than
+    /// `within` ago, and nothing was received since.
+    pub(super) fn may_have_been_closed(&self, within: Duration) -> bool {
+        let state = &self.connection.state;
+        let busy = *state.busy.lock().unwrap_or_else(PoisonError::into_inner);
+        let received = state.received.load(Ordering::Relaxed);
+        busy.is_some_and(|busy| busy.at.elapsed() < within && busy.received == received)
     }
 
     /// Begins a request. Pieces of its body are not copied, and are sent as the engine's windows allow.
