@@ -117,7 +117,7 @@ fn with_the_cluster_secret_both_legs_work_and_a_cancel_between_them_releases_the
         cluster.decode[0].go_on();
     }
     cluster.prefill[0].expired_nothing();
-    assert_eq!(cluster.prefill[0].metric("baton_kv_release_total", "cause=\"released\""), 2.0);
+    assert_eq!(cluster.prefill[0].metric("baton_kv_release_total", "cause=\"client_gone\""), 2.0);
 }
 
 #[test]

@@ -217,6 +217,11 @@ impl ClientRequest {
         !self.shape.has_choices && self.dialect != Dialect::Responses
     }
 
+    /// Hash of the tenant; the same for all requests without one.
+    pub(crate) fn tenant_hash(&self) -> u64 {
+        self.owner.unwrap_or_default()
+    }
+
     /// Whose next turn may read the blocks of the response; `None` if the decode engine keeps none.
     pub(crate) fn turn_owner(&self) -> Option<TurnOwner> {
         let cache_salt =

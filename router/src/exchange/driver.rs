@@ -290,5 +290,7 @@ impl Drop for ExchangeDriver {
     fn drop(&mut self) {
         self.apply(Event::Dropped);
         self.leave_turn();
+        // The engine has finished a request whose parameters it has sent, whatever the client does.
+        self.keep_turn();
     }
 }

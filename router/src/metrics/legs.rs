@@ -60,12 +60,12 @@ baton_connector::labelled! {
     pub(crate) enum KeptTurnEnd {
         /// A prefill engine reads them.
         Used => "used",
-        /// The prefill engine did not get the request, or could not read other blocks of the same engine. The router
-        /// releases them.
+        /// The prefill engine did not begin the request, and the router releases them.
         Unread => "unread",
         /// Their tokens are not known, so no turn may read them. The router releases them.
         Unknown => "unknown",
-        /// No turn came in time, or a read had no known end. The router releases them.
+        /// No turn came in time, or a read had no known end, or failed because of their engine. The router releases
+        /// them.
         Expired => "expired",
         /// Too many turns were kept.
         Evicted => "evicted",
@@ -117,8 +117,8 @@ families! {
         "Turns of conversations whose blocks a decode engine keeps for the next turn (`models[].bidirectional_kv`).";
     counter KEPT_TURN_ENDS("baton_router_kept_turns_ended_total", ["end"]):
         "Responses whose blocks are no longer kept: read by a prefill engine (`used`), or released. `unread`: the prefill \
-         engine did not get the request, or could not read other blocks of the same engine. `unknown`: no turn can read \
-         them. `expired`: no turn came in time, or a read had no known end. `evicted`: too many turns. `shutdown`: the \
+         engine did not begin the request. `unknown`: no turn can read them. `expired`: no turn came in time, or a read \
+         had no known end, or failed because of their engine. `evicted`: too many turns. `shutdown`: the \
          router ends.";
     gauge SETTLING("baton_router_settlements_in_flight", []): "Aborts and releases in progress.";
     gauge SETTLEMENTS_WAITING("baton_router_settlements_waiting", []):

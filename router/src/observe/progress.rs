@@ -35,6 +35,8 @@ pub(crate) struct RequestProgress {
     pub timed_out: bool,
     /// Attempts per leg.
     pub attempts: [u16; 2],
+    /// The leg of the last failure.
+    pub failed: Option<Leg>,
     /// The request's trace.
     pub trace: TraceContext,
     /// The request's entry in the table of requests in flight.
@@ -72,6 +74,7 @@ impl RequestProgress {
             | Event::ClientGone
             | Event::Dropped => return,
         };
+        self.failed = Some(leg);
         let Some(engine) = at(attempt) else { return };
         engine.metrics.count_failure(leg, reason);
         // A faulty request is no failure of an engine.

@@ -216,6 +216,10 @@ impl PickStream {
     fn record_response(&mut self, result: Option<ResponseResult>) {
         let (Some(choice), Some(result)) = (&mut self.choice, result) else { return };
         let (decode, prefill) = (choice.decode.engine(), choice.prefill.take());
+        if choice.endpoints.destination.contains(',') {
+            // Another endpoint may have served the request.
+            return self.record_end(result.status);
+        }
         let possible = FailureKind::PossibleFault(choice.source);
         match result {
             // The sidecar is reachable and its engine is not. The sidecar's own health shows nothing about it.
@@ -230,16 +234,14 @@ impl PickStream {
             // A 503 without an engine's fault is usual: the engine is full, or the gateway could not connect, which
             // health checks find out.
             ResponseResult { status: 500.., .. } => {}
-            ResponseResult { status, .. } => {
-                let legs =
-                    [(Leg::Decode, Some(decode)), (Leg::Prefill, prefill.as_ref().map(|one| one.engine()))];
-                for (leg, engine) in legs.into_iter().filter_map(|(leg, engine)| Some((leg, engine?))) {
-                    engine.responded(leg, choice.chosen_at.elapsed());
-                    // The rest of the response passes the picker by, so its head is all that ends a trial.
-                    if status < 400 {
-                        engine.completed(leg);
-                    }
-                }
+            // The sidecar or the gateway may have refused the request, and no engine has it.
+            ResponseResult { status: 400..500, .. } => {}
+            ResponseResult { .. } => {
+                decode.responded(Leg::Decode, choice.chosen_at.elapsed());
+                // The rest of the response passes the picker by, so its head is all that ends a trial.
+                decode.completed(Leg::Decode);
+                // The time includes the decode engine's, so it is no latency of the prefill engine.
+                prefill.iter().for_each(|prefill| prefill.engine().completed(Leg::Prefill));
             }
         }
         self.record_end(result.status);

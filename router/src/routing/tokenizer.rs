@@ -133,7 +133,7 @@ impl Tokenizer {
         if let Some(ids) = self.state().cache.get(&key, Instant::now()) {
             return Ok((TokenizeResult::Cache, ids));
         }
-        let engine = self.choose(question.kind, pools)?;
+        let engine = self.choose(question, pools)?;
         let _place = self.places.try_acquire().map_err(|_| TokenizeResult::Busy)?;
         let begun = Instant::now();
         let within = Duration::from_millis(self.config.timeout_ms);
@@ -152,7 +152,11 @@ impl Tokenizer {
     }
 
     /// The next engine, in turn, that is in use and may have a form.
-    fn choose(&self, kind: PromptKind, pools: [(Leg, &Pool); 2]) -> Result<Arc<Engine>, TokenizeResult> {
+    fn choose(
+        &self,
+        question: &TokenQuestion<'_>,
+        pools: [(Leg, &Pool); 2],
+    ) -> Result<Arc<Engine>, TokenizeResult> {
         let members: usize = pools.iter().map(|(_, pool)| pool.members().len()).sum();
         let first = self.turn.fetch_add(1, Ordering::Relaxed);
         let (now, mut lacks_form) = (Instant::now(), false);
@@ -170,7 +174,7 @@ impl Tokenizer {
             if engine.health().standing(leg) > Standing::Trial || !engine.is_known() {
                 continue;
             }
-            match self.best_form(engine, kind, now) {
+            match self.best_form(engine, question, now) {
                 Ok(_) => return Ok(Arc::clone(engine)),
                 Err(NoForm::Missing) => lacks_form = true,
                 Err(NoForm::Paused) => {}
@@ -186,7 +190,7 @@ impl Tokenizer {
         question: &TokenQuestion<'_>,
     ) -> Result<PromptIds, TokenizeResult> {
         loop {
-            let form = self.best_form(engine, question.kind, Instant::now());
+            let form = self.best_form(engine, question, Instant::now());
             let form = form.map_err(|_| TokenizeResult::Unsupported)?;
             let Some(body) = question.body_for(form) else { return Err(TokenizeResult::Refused) };
             let request = EngineRequest {
@@ -216,8 +220,14 @@ impl Tokenizer {
         }
     }
 
-    fn best_form(&self, engine: &Engine, kind: PromptKind, now: Instant) -> Result<TokenForm, NoForm> {
-        self.state().engines.get(&engine.id()).copied().unwrap_or_default().best(kind, now)
+    fn best_form(
+        &self,
+        engine: &Engine,
+        question: &TokenQuestion<'_>,
+        now: Instant,
+    ) -> Result<TokenForm, NoForm> {
+        let forms = self.state().engines.get(&engine.id()).copied().unwrap_or_default();
+        forms.best(question.kind, question.body.len(), now)
     }
 
     fn record(&self, engine: &Engine, form: TokenForm, outcome: FormOutcome, bytes: usize) {

@@ -4,7 +4,8 @@
 //! chain, so a lookup compares few turns token by token. A turn is used once, because its engine frees the blocks at the
 //! first read and does not refuse a second one.
 //!
-//! A full table gives up the oldest turn of the owner with the most turns, so no owner displaces the others.
+//! A full table gives up the oldest turns of the tenant with the most of what is short, turns or tokens. So no tenant
+//! displaces the others.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::{Duration, Instant};
@@ -29,6 +30,8 @@ pub(crate) struct TurnOwner {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct KeptTurn<R> {
     pub owner: TurnOwner,
+    /// Hash of the tenant whose share of the table it takes.
+    pub tenant: u64,
     /// Empty if a prefill engine may still read the blocks: no other request may.
     pub tokens: Box<[u32]>,
     pub params: String,
@@ -40,20 +43,33 @@ pub(crate) struct KeptTurn<R> {
 /// The end of a turn, and its place among turns of the same time.
 type TurnKey = (Instant, u64);
 
+/// The share of one tenant.
+#[derive(Debug, Default)]
+struct TenantTurns {
+    keys: BTreeSet<TurnKey>,
+    tokens: usize,
+}
+
 /// The kept turns.
 #[derive(Debug)]
 pub(crate) struct KeptTurns<R> {
     /// In the order of their ends.
     turns: BTreeMap<TurnKey, KeptTurn<R>>,
     by_link: HashMap<u64, Vec<TurnKey>>,
-    by_owner: HashMap<TurnOwner, BTreeSet<TurnKey>>,
+    by_tenant: HashMap<u64, TenantTurns>,
     tokens: usize,
     next: u64,
 }
 
 impl<R> Default for KeptTurns<R> {
     fn default() -> Self {
-        Self { turns: BTreeMap::new(), by_link: HashMap::new(), by_owner: HashMap::new(), tokens: 0, next: 0 }
+        Self {
+            turns: BTreeMap::new(),
+            by_link: HashMap::new(),
+            by_tenant: HashMap::new(),
+            tokens: 0,
+            next: 0,
+        }
     }
 }
 
@@ -93,10 +109,18 @@ impl<R> KeptTurns<R> {
 
     /// Gives up turns until one of `tokens` fits. Those that may still be read are left to their engine.
     fn make_room(&mut self, tokens: usize, ended: &mut Vec<KeptTurn<R>>) {
-        while self.turns.len() >= TURNS_MAX || self.tokens + tokens > TOKENS_MAX {
-            let most = self.by_owner.values().max_by_key(|keys| keys.len());
-            let Some(key) = most.and_then(BTreeSet::first).copied() else { break };
-            ended.extend(self.remove(key).filter(|turn| !turn.tokens.is_empty()));
+        let is_full = |table: &Self| table.turns.len() >= TURNS_MAX || table.tokens + tokens > TOKENS_MAX;
+        while is_full(self) {
+            let lacks_tokens = self.tokens + tokens > TOKENS_MAX;
+            let share = |of: &TenantTurns| if lacks_tokens { of.tokens } else { of.keys.len() };
+            let most = self.by_tenant.iter().max_by_key(|(_, of)| share(of)).map(|(tenant, _)| *tenant);
+            let Some(tenant) = most else { break };
+            // Without a new choice for each turn: one of many tokens takes the place of thousands.
+            while is_full(self)
+                && let Some(key) = self.by_tenant.get(&tenant).and_then(|of| of.keys.first()).copied()
+            {
+                ended.extend(self.remove(key).filter(|turn| !turn.tokens.is_empty()));
+            }
         }
     }
 
@@ -104,14 +128,16 @@ impl<R> KeptTurns<R> {
         let key = (now + within, self.next);
         self.next += 1;
         self.tokens += turn.tokens.len();
-        self.by_owner.entry(turn.owner.clone()).or_default().insert(key);
+        let share = self.by_tenant.entry(turn.tenant).or_default();
+        share.keys.insert(key);
+        share.tokens += turn.tokens.len();
         self.turns.insert(key, turn);
         key
     }
 
     /// Takes the longest turn that begins the prompt.
     pub(crate) fn take(&mut self, owner: &TurnOwner, prompt: &[u32], now: Instant) -> Option<KeptTurn<R>> {
-        if !self.by_owner.contains_key(owner) {
+        if self.turns.is_empty() {
             return None;
         }
         let links = links_of(owner, prompt);
@@ -130,12 +156,17 @@ impl<R> KeptTurns<R> {
         found.and_then(|(_, key)| self.remove(key))
     }
 
-    /// Removes the turns of an engine's process, but for those that may still be read.
-    pub(crate) fn remove_engine(&mut self, engine: &str) -> Vec<KeptTurn<R>> {
+    /// No request reads the turns of an engine's process any more. They are released at their ends.
+    pub(crate) fn spend_engine(&mut self, engine: &str) {
         let of_engine =
             |(_, turn): &(&TurnKey, &KeptTurn<R>)| turn.engine == engine && !turn.tokens.is_empty();
         let found: Vec<_> = self.turns.iter().filter(of_engine).map(|(key, _)| *key).collect();
-        found.into_iter().filter_map(|key| self.remove(key)).collect()
+        for key in found {
+            if let Some(turn) = self.remove(key) {
+                self.by_tenant.entry(turn.tenant).or_default().keys.insert(key);
+                self.turns.insert(key, KeptTurn { tokens: Box::default(), ..turn });
+            }
+        }
     }
 
     /// Removes the turns that have ended.
@@ -156,10 +187,11 @@ impl<R> KeptTurns<R> {
     fn remove(&mut self, key: TurnKey) -> Option<KeptTurn<R>> {
         let turn = self.turns.remove(&key)?;
         self.tokens -= turn.tokens.len();
-        if let Some(keys) = self.by_owner.get_mut(&turn.owner) {
-            keys.remove(&key);
-            if keys.is_empty() {
-                self.by_owner.remove(&turn.owner);
+        if let Some(share) = self.by_tenant.get_mut(&turn.tenant) {
+            share.tokens -= turn.tokens.len();
+            share.keys.remove(&key);
+            if share.keys.is_empty() {
+                self.by_tenant.remove(&turn.tenant);
             }
         }
         if let Some(link) = last_link(&turn)
@@ -200,7 +232,8 @@ mod tests {
 
     fn turn(owner: TurnOwner, tokens: &[u32]) -> KeptTurn<u32> {
         let engine = "d-1".to_owned();
-        KeptTurn { owner, tokens: tokens.into(), params: format!("{}", tokens.len()), engine, release: 0 }
+        let params = format!("{}", tokens.len());
+        KeptTurn { owner, tenant: 1, tokens: tokens.into(), params, engine, release: 0 }
     }
 
     fn count(to: u32) -> Vec<u32> {
@@ -220,7 +253,7 @@ mod tests {
         assert_eq!(taken(&count(50)), Some(16));
         assert_eq!(taken(&count(50)), None, "64 tokens do not begin a prompt of 50");
         assert_eq!(taken(&count(64)), Some(64));
-        assert_eq!((turns.len(), turns.tokens, turns.by_link.len(), turns.by_owner.len()), (0, 0, 0, 0));
+        assert_eq!((turns.len(), turns.tokens, turns.by_link.len(), turns.by_tenant.len()), (0, 0, 0, 0));
     }
 
     #[test]
@@ -273,17 +306,39 @@ mod tests {
     }
 
     #[test]
-    fn the_owner_with_the_most_turns_makes_room() {
+    fn the_tenant_with_the_most_turns_makes_room() {
         let (mut turns, now) = (KeptTurns::default(), Instant::now());
-        turns.add(turn(owner("m", Some("few")), &count(40)), WITHIN, now);
+        let of = |tenant, salt: u32, tokens: &[u32]| KeptTurn {
+            tenant,
+            ..turn(owner("m", Some(&salt.to_string())), tokens)
+        };
+        turns.add(of(1, 0, &count(40)), WITHIN, now);
+        // Each turn of the other tenant has a salt of its own.
         for at in 1..TURNS_MAX as u32 {
-            turns.add(turn(owner("m", Some("many")), &[at; 16]), WITHIN, now);
+            turns.add(of(2, at, &[at; 16]), WITHIN, now);
         }
         for at in 0..100 {
-            let given_up = turns.add(turn(owner("m", Some("many")), &[9_000 + at; 16]), WITHIN, now);
-            assert_eq!(given_up, [turn(owner("m", Some("many")), &[1 + at; 16])]);
+            let given_up = turns.add(of(2, 9_000 + at, &[at; 16]), WITHIN, now);
+            assert_eq!(given_up, [of(2, 1 + at, &[1 + at; 16])]);
         }
-        assert!(turns.take(&owner("m", Some("few")), &count(40), now).is_some());
+        assert!(turns.take(&owner("m", Some("0")), &count(40), now).is_some());
+    }
+
+    #[test]
+    fn the_tenant_with_the_most_tokens_makes_room_for_tokens() {
+        let (mut turns, now) = (KeptTurns::default(), Instant::now());
+        let of = |tenant, first: u32, tokens: usize| {
+            let tokens: Vec<u32> = (first..).take(tokens).collect();
+            KeptTurn { tenant, ..turn(owner("m", None), &tokens) }
+        };
+        for at in 0..15 {
+            turns.add(of(1, at, 1 << 20), WITHIN, now);
+        }
+        for at in 0..100 {
+            turns.add(of(2, 100 + at, 1000), WITHIN, now);
+        }
+        assert_eq!(turns.add(of(1, 15, 1 << 20), WITHIN, now), [of(1, 0, 1 << 20)]);
+        assert_eq!(turns.len(), 115);
     }
 
     #[test]
@@ -292,10 +347,14 @@ mod tests {
         let spent = KeptTurn { tokens: Box::default(), ..turn(owner("m", None), &count(40)) };
         turns.add_spent(turn(owner("m", None), &count(40)), WITHIN, now);
         turns.add(turn(owner("m", None), &count(32)), WITHIN, now);
-        assert_eq!(turns.remove_engine("d-2"), []);
-        assert_eq!(turns.remove_engine("d-1"), [turn(owner("m", None), &count(32))]);
-        assert_eq!((turns.take(&owner("m", None), &count(60), now), turns.len()), (None, 1));
-        assert_eq!(turns.expire(now + WITHIN), [spent]);
+        assert!(turns.take(&owner("m", None), &count(60), now).is_some());
+        turns.add(turn(owner("m", None), &count(32)), WITHIN, now);
+        turns.spend_engine("d-2");
+        turns.spend_engine("d-1");
+        assert_eq!((turns.take(&owner("m", None), &count(60), now), turns.len()), (None, 2));
+        let of_engine = KeptTurn { params: "32".to_owned(), ..spent.clone() };
+        assert_eq!(turns.expire(now + WITHIN), [spent, of_engine]);
+        assert_eq!((turns.tokens, turns.by_tenant.len()), (0, 0));
         turns.add_spent(turn(owner("m", None), &count(40)), WITHIN, now);
         assert_eq!((turns.clear(), turns.len()), (Vec::new(), 0));
     }

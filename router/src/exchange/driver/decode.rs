@@ -103,6 +103,7 @@ impl ExchangeDriver {
         let recompute = handoff.is_some() && self.retry.is_first_round();
         let (protocol, id) = (self.protocol, self.settlement.request.clone());
         let leg = request.leg_input(&id);
+        self.settlement.is_named = protocol.names_legs(&leg);
         let link = handoff.as_deref().map_or(Link::None, Link::Handoff);
         let body = protocol.decode_body(&leg, link);
         let plain_body =

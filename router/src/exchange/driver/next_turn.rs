@@ -24,6 +24,7 @@ use crate::engines::caches::kept_turns::{KeptTurn, TurnOwner};
 use crate::engines::http::Engine;
 use crate::engines::protocol::ProtocolKind;
 use crate::exchange::client_request::ClientRequest;
+use crate::legs::Fault;
 use crate::legs::prefill::PrefillResult;
 use crate::legs::settle::TurnRelease;
 use crate::message::handoff_params::with_prompt_ids;
@@ -40,6 +41,7 @@ pub(super) struct TurnRecording {
     recorder: TurnRecorder,
     /// `None` if no request may read the blocks.
     owner: Option<TurnOwner>,
+    tenant: u64,
     authorization: Option<HeaderValue>,
 }
 
@@ -51,7 +53,8 @@ impl ExchangeDriver {
             let keeps_ids = request.body.field("return_token_ids") == Some(b"true");
             let authorization = request.authorization.clone();
             let owner = request.turn_owner();
-            Box::new(TurnRecording { recorder: TurnRecorder::new(keeps_ids), owner, authorization })
+            let (recorder, tenant) = (TurnRecorder::new(keeps_ids), request.tenant_hash());
+            Box::new(TurnRecording { recorder, owner, tenant, authorization })
         });
     }
 
@@ -88,13 +91,13 @@ impl ExchangeDriver {
     /// Keeps the turn of a completed response, or releases its blocks.
     pub(super) fn keep_turn(&mut self) {
         let Some(recording) = self.prefill.next_turn.take() else { return };
-        let TurnRecording { recorder, owner, authorization } = *recording;
+        let TurnRecording { recorder, owner, tenant, authorization } = *recording;
         let (Some(blocks), Some(within)) = (recorder.finish(), self.model.handoff.keep_turns) else { return };
         let request = self.settlement.request.clone();
         match (blocks, owner) {
             (KeptBlocks::Turn(EndedTurn { tokens, params, engine }), Some(owner)) => {
                 let release = TurnClaim { request, authorization };
-                self.shared.keep_turn(KeptTurn { owner, tokens, params, engine, release }, within);
+                self.shared.keep_turn(KeptTurn { owner, tenant, tokens, params, engine, release }, within);
             }
             (KeptBlocks::Turn(EndedTurn { params, .. }) | KeptBlocks::Unknown(params), _) => {
                 self.shared.metrics.legs.count_kept_turn(KeptTurnEnd::Unknown);
@@ -130,24 +133,34 @@ impl ExchangeDriver {
         Some(given.unwrap_or_else(|| turn.params.clone()))
     }
 
-    /// The prefill attempt has ended that was to read the kept blocks.
-    pub(super) fn end_turn(&mut self, result: &PrefillResult) {
+    /// An attempt at a prefill engine has ended.
+    pub(super) fn end_turn(&mut self, engine: &Arc<Engine>, result: &PrefillResult) {
         match result {
             PrefillResult::Leased(..) | PrefillResult::NoLease => {
                 if self.prefill.turn.take().is_some() {
                     self.shared.metrics.legs.count_kept_turn(KeptTurnEnd::Used);
+                } else if let Some((reader, owner)) = self.prefill.unread.take()
+                    && Arc::ptr_eq(&reader, engine)
+                {
+                    // The same engine computes the prompt: the engine that kept the blocks is at fault.
+                    self.shared.kept_turns.lock().spend_engine(&owner);
                 }
             }
-            // No engine has the request.
-            PrefillResult::Refused(_) | PrefillResult::Failed(Failure::NotReached, ..) => {
+            // The request has not begun at the engine.
+            PrefillResult::Refused(_)
+            | PrefillResult::Failed(Failure::NotReached, ..)
+            | PrefillResult::Failed(Failure::Answered, _, Fault::None | Fault::Draining) => {
                 let unread = self.prefill.turn.take().map(|turn| *turn);
                 self.shared.release_turns(unread.into_iter().collect(), KeptTurnEnd::Unread);
             }
-            PrefillResult::Failed(..) => {
-                if let Some(turn) = &self.prefill.turn {
-                    self.shared.forget_turns(&turn.engine);
-                }
-            }
+            PrefillResult::Failed(..) => self.suspect_turn(engine),
+        }
+    }
+
+    /// The engine may have failed because it could not read the kept blocks.
+    pub(super) fn suspect_turn(&mut self, engine: &Arc<Engine>) {
+        if let Some(turn) = &self.prefill.turn {
+            self.prefill.unread = Some((Arc::clone(engine), turn.engine.clone()));
         }
     }
 
@@ -182,15 +195,6 @@ impl Shared {
         self.metrics.legs.kept_turns.set(turns.len() as f64);
         drop(turns);
         self.release_turns(ended, KeptTurnEnd::Evicted);
-    }
-
-    /// Releases the turns of an engine whose blocks could not be read: its process may have ended.
-    fn forget_turns(&self, engine: &str) {
-        let mut turns = self.kept_turns.lock();
-        let unread = turns.remove_engine(engine);
-        self.metrics.legs.kept_turns.set(turns.len() as f64);
-        drop(turns);
-        self.release_turns(unread, KeptTurnEnd::Unread);
     }
 
     /// Releases the turns whose time has passed.

@@ -45,6 +45,8 @@ pub(super) struct PrefillLeg {
     pub failed_after_lease: bool,
     /// The kept turn whose blocks a prefill engine reads.
     pub turn: Option<Box<KeptTurn<TurnClaim>>>,
+    /// The prefill engine that failed with a kept turn, and the engine id of the process that keeps the blocks.
+    pub unread: Option<(Arc<Engine>, String)>,
     /// Records the response for the next turn of its conversation.
     pub next_turn: Option<Box<TurnRecording>>,
 }
@@ -203,7 +205,8 @@ impl ExchangeDriver {
         let result = match race(session, response).await {
             Err(ClientGone) => return Err(self.cancel()),
             Ok(Err(error)) => {
-                self.record_fault(&engine, Leg::Prefill, error.fault());
+                self.suspect_turn(&engine);
+                self.record_prefill_fault(&engine, error.fault());
                 self.progress.timed_out = true;
                 self.apply(Event::PrefillFailed(attempt, Failure::Unknown));
                 if self.faults.has_reached_unresponsive_limit() {
@@ -224,7 +227,7 @@ impl ExchangeDriver {
             PrefillResult::Refused(_) => self.record_refusal(&engine, Leg::Prefill, sent_at.elapsed()),
             PrefillResult::Failed(..) => {}
         }
-        self.end_turn(&result);
+        self.end_turn(&engine, &result);
         self.apply(result.exchange_event(attempt));
         match result {
             PrefillResult::Leased(handoff, _, rest) => {
@@ -242,10 +245,15 @@ impl ExchangeDriver {
             PrefillResult::Refused(refusal) => Err(RequestError::Refused(refusal)),
             PrefillResult::Failed(_, refusal, fault) => {
                 self.log_misconfigured(&engine, Leg::Prefill, &refusal);
-                let is_of_turn = self.prefill.turn.is_some() && fault == Fault::Engine;
-                self.record_fault(&engine, Leg::Prefill, if is_of_turn { Fault::None } else { fault });
+                self.record_prefill_fault(&engine, fault);
                 Ok(PrefillAttempt::Failed(refusal))
             }
         }
+    }
+
+    /// An engine that was to read kept blocks may have failed because of them.
+    fn record_prefill_fault(&mut self, engine: &Arc<Engine>, fault: Fault) {
+        let is_of_turn = self.prefill.turn.is_some() && fault == Fault::Engine;
+        self.record_fault(engine, Leg::Prefill, if is_of_turn { Fault::None } else { fault });
     }
 }

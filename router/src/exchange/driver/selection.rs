@@ -147,7 +147,7 @@ impl ExchangeDriver {
                 chosen => Ok(chosen),
             })
         };
-        let is_first = tried.is_empty() && self.retry.is_first_round();
+        let is_first = self.attempts.last_prefill.is_none() && self.retry.is_first_round();
         let admission = if is_first { self.admission() } else { self.renewed_admission() };
         let excluded = self.model.prefill.excluded_ids(&others, features.compatibility);
         let options = WaitOptions { excluded, ahead: false };
@@ -273,8 +273,19 @@ impl ExchangeDriver {
 
     /// Whether another engine would prefill, without a record of the decision.
     pub(super) fn would_disaggregate(&self, request: &ClientRequest) -> Option<DisaggregationReason> {
-        let inputs = self.disaggregation_inputs(request);
-        Some(disaggregation::decide(&request.model.disaggregate, &inputs)).filter(|reason| reason.is_remote())
+        Some(self.disaggregation_reason(request, &self.disaggregation_inputs(request)))
+            .filter(|reason| reason.is_remote())
+    }
+
+    fn disaggregation_reason(
+        &self,
+        request: &ClientRequest,
+        inputs: &DisaggregationInputs,
+    ) -> DisaggregationReason {
+        match &self.selection.reserved_prefill {
+            Some((_, reason)) => *reason,
+            None => disaggregation::decide(&request.model.disaggregate, inputs),
+        }
     }
 
     fn disaggregation_inputs(&self, request: &ClientRequest) -> DisaggregationInputs {
@@ -286,10 +297,7 @@ impl ExchangeDriver {
     /// Decides whether another engine prefills, given the reserved decode engine.
     pub(super) fn decide_disaggregation(&self, request: &ClientRequest) -> DisaggregationReason {
         let inputs = self.disaggregation_inputs(request);
-        let reason = match &self.selection.reserved_prefill {
-            Some((_, reason)) => *reason,
-            None => disaggregation::decide(&request.model.disaggregate, &inputs),
-        };
+        let reason = self.disaggregation_reason(request, &inputs);
         if let Some(explanation) = &self.explanation {
             explanation.record_disaggregation(reason, inputs);
         }

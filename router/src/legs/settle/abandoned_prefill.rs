@@ -193,7 +193,12 @@ impl Settler {
             drop(call);
             drop(waiting);
             match reply {
-                Ok(prefilled) => settler.release_reply(&engine, attempt, prefilled, &context).await,
+                Ok(prefilled) => {
+                    if !matches!(prefilled, PrefillResult::Leased(..)) {
+                        settler.report_lost_write(&context);
+                    }
+                    settler.release_reply(&engine, attempt, prefilled, &context).await;
+                }
                 Err(_) => settler.report_lost_write(&context),
             }
         };
@@ -205,8 +210,8 @@ impl Settler {
         self.metrics.legs.count_settlement(SettlementResult::Failed);
         if let Some(held_back) = self.late_response_log.allow() {
             tracing::warn!(
-                parent: request_span!(&context.request), event = "write_not_awaited", held_back,
-                "prefill of a cancelled request is not awaited, decode engine may keep its blocks"
+                parent: request_span!(&context.request), event = "write_lost", held_back,
+                "no write follows the prefill of a cancelled request, decode engine may keep its blocks"
             );
         }
     }

@@ -113,15 +113,37 @@ pub(super) struct EngineForms {
     missing: [Option<Instant>; TokenForm::COUNT],
     /// The longest body that was answered in time. A late answer about a shorter one lowers it.
     answered_bytes: usize,
-    /// Failures in a row.
+    row: FormFailures,
+    /// Late answers about bodies longer than any that was answered in time, and the shortest of them.
+    long: FormFailures,
+    long_bytes: usize,
+}
+
+/// Failures in a row, and the pause after them.
+#[derive(Clone, Copy, Debug, Default)]
+struct FormFailures {
     failures: u32,
     paused_until: Option<Instant>,
 }
 
+impl FormFailures {
+    fn add(&mut self, now: Instant) {
+        self.failures = self.failures.saturating_add(1);
+        if let Some(further) = self.failures.checked_sub(FAILURES_MAX) {
+            self.paused_until = now.checked_add(PAUSE * (1 << further.min(DOUBLINGS_MAX)));
+        }
+    }
+
+    fn is_paused(&self, now: Instant) -> bool {
+        self.paused_until.is_some_and(|until| now < until)
+    }
+}
+
 impl EngineForms {
-    /// The best form that the engine may have.
-    pub(super) fn best(&self, kind: PromptKind, now: Instant) -> Result<TokenForm, NoForm> {
-        if self.paused_until.is_some_and(|until| now < until) {
+    /// The best form that the engine may have, for a body of `bytes`.
+    pub(super) fn best(&self, kind: PromptKind, bytes: usize, now: Instant) -> Result<TokenForm, NoForm> {
+        let is_long = bytes >= self.long_bytes;
+        if self.row.is_paused(now) || is_long && self.long.is_paused(now) {
             return Err(NoForm::Paused);
         }
         let is_missing = |form: TokenForm| self.missing[form as usize].is_some_and(|until| now < until);
@@ -134,23 +156,23 @@ impl EngineForms {
             FormOutcome::Missing => self.missing[form as usize] = now.checked_add(RECHECK_INTERVAL),
             FormOutcome::Answered => {
                 self.missing[form as usize] = None;
-                (self.failures, self.paused_until) = (0, None);
+                self.row = FormFailures::default();
                 self.answered_bytes = self.answered_bytes.max(bytes);
+                if bytes >= self.long_bytes {
+                    self.long = FormFailures::default();
+                }
             }
             FormOutcome::Refused => {}
-            FormOutcome::Failed => self.fail(now),
-            FormOutcome::Late if bytes > self.answered_bytes.max(SHORT_BYTES) => {}
+            FormOutcome::Failed => self.row.add(now),
+            FormOutcome::Late if bytes > self.answered_bytes.max(SHORT_BYTES) => {
+                let shortest = if self.long.failures == 0 { bytes } else { self.long_bytes.min(bytes) };
+                self.long_bytes = shortest;
+                self.long.add(now);
+            }
             FormOutcome::Late => {
                 self.answered_bytes = self.answered_bytes.min(bytes / 2);
-                self.fail(now);
+                self.row.add(now);
             }
-        }
-    }
-
-    fn fail(&mut self, now: Instant) {
-        self.failures = self.failures.saturating_add(1);
-        if let Some(further) = self.failures.checked_sub(FAILURES_MAX) {
-            self.paused_until = now.checked_add(PAUSE * (1 << further.min(DOUBLINGS_MAX)));
         }
     }
 }
@@ -162,25 +184,25 @@ mod tests {
     #[test]
     fn the_next_form_is_used_while_a_better_one_is_missing() {
         let (mut engine, now) = (EngineForms::default(), Instant::now());
-        assert_eq!(engine.best(PromptKind::Chat, now), Ok(TokenForm::RenderChat));
+        assert_eq!(engine.best(PromptKind::Chat, 1, now), Ok(TokenForm::RenderChat));
         for status in [403, 404, 405, 501] {
             assert_eq!(FormOutcome::of_status(status), FormOutcome::Missing);
         }
         engine.record(TokenForm::RenderChat, FormOutcome::Missing, 1, now);
-        assert_eq!(engine.best(PromptKind::Chat, now), Ok(TokenForm::TokenizeChat));
+        assert_eq!(engine.best(PromptKind::Chat, 1, now), Ok(TokenForm::TokenizeChat));
         engine.record(TokenForm::TokenizeChat, FormOutcome::Missing, 1, now);
-        assert_eq!(engine.best(PromptKind::Chat, now), Err(NoForm::Missing));
-        assert_eq!(engine.best(PromptKind::Text, now), Ok(TokenForm::TokenizeText), "a form of its own");
-        assert_eq!(engine.best(PromptKind::Messages, now), Ok(TokenForm::RenderMessages));
+        assert_eq!(engine.best(PromptKind::Chat, 1, now), Err(NoForm::Missing));
+        assert_eq!(engine.best(PromptKind::Text, 1, now), Ok(TokenForm::TokenizeText), "a form of its own");
+        assert_eq!(engine.best(PromptKind::Messages, 1, now), Ok(TokenForm::RenderMessages));
         let later = now + RECHECK_INTERVAL;
-        assert_eq!(engine.best(PromptKind::Chat, later), Ok(TokenForm::RenderChat), "tried again");
+        assert_eq!(engine.best(PromptKind::Chat, 1, later), Ok(TokenForm::RenderChat), "tried again");
     }
 
     #[test]
     fn an_engine_that_fails_repeatedly_is_not_asked_for_a_while() {
         let (mut engine, mut now) = (EngineForms::default(), Instant::now());
         let form = TokenForm::TokenizeText;
-        let is_asked = |engine: &EngineForms, now| engine.best(PromptKind::Text, now).is_ok();
+        let is_asked = |engine: &EngineForms, now| engine.best(PromptKind::Text, 1, now).is_ok();
         for _ in 1..FAILURES_MAX {
             engine.record(form, FormOutcome::Failed, 1, now);
             assert!(is_asked(&engine, now));
@@ -190,7 +212,7 @@ mod tests {
         for doubling in 0..10 {
             engine.record(form, FormOutcome::Failed, 1, now);
             let pause = PAUSE * (1 << doubling.min(DOUBLINGS_MAX));
-            assert_eq!(engine.best(PromptKind::Text, now), Err(NoForm::Paused));
+            assert_eq!(engine.best(PromptKind::Text, 1, now), Err(NoForm::Paused));
             assert!(!is_asked(&engine, now + pause - Duration::from_millis(1)));
             now += pause;
             assert!(is_asked(&engine, now));
@@ -203,21 +225,29 @@ mod tests {
     #[test]
     fn late_answers_about_long_bodies_do_not_stop_the_questions_about_others() {
         let (form, now) = (TokenForm::TokenizeText, Instant::now());
-        let is_asked = |engine: &EngineForms| engine.best(PromptKind::Text, now).is_ok();
+        let is_asked = |engine: &EngineForms| engine.best(PromptKind::Text, 1, now).is_ok();
         let mut engine = EngineForms::default();
         let late = |engine: &mut EngineForms, bytes, times| {
             (0..times).for_each(|_| engine.record(form, FormOutcome::Late, bytes, now));
         };
         // No body of this length was ever answered in time.
         late(&mut engine, SHORT_BYTES + 1, 100);
-        assert_eq!(engine.failures, 0);
+        assert_eq!(engine.row.failures, 0);
         // One was, and under load the same length is late: it counts once.
         engine.record(form, FormOutcome::Answered, 200_000, now);
         late(&mut engine, 200_001, 100);
-        assert_eq!(engine.failures, 0);
+        assert_eq!(engine.row.failures, 0);
         late(&mut engine, 180_000, 100);
-        assert_eq!(engine.failures, 1);
+        assert_eq!(engine.row.failures, 1);
         assert!(is_asked(&engine));
+        // Long bodies have a pause of their own.
+        assert_eq!(engine.best(PromptKind::Text, 200_001, now), Err(NoForm::Paused));
+        assert_eq!(engine.best(PromptKind::Text, SHORT_BYTES, now), Ok(form));
+        let later = now + PAUSE * (1 << DOUBLINGS_MAX);
+        assert_eq!(engine.best(PromptKind::Text, 200_001, later), Ok(form));
+        engine.record(form, FormOutcome::Answered, 300_000, now);
+        assert_eq!(engine.best(PromptKind::Text, 300_000, now), Ok(form));
+        late(&mut engine, 180_000, 1);
         // A short body shows that the engine is stuck.
         late(&mut engine, SHORT_BYTES, 2);
         assert!(!is_asked(&engine));

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::convert::Infallible;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::str::FromStr;
 
 use crate::config::Cidr;
@@ -28,6 +28,17 @@ impl FromStr for AllowedPrefiller {
 }
 
 impl AllowedPrefiller {
+    /// Whether it admits every address of a family.
+    pub(super) fn admits_all(&self) -> bool {
+        let ends = [
+            [Ipv4Addr::UNSPECIFIED.into(), Ipv4Addr::BROADCAST.into()],
+            [Ipv6Addr::UNSPECIFIED.into(), IpAddr::from(Ipv6Addr::from_bits(u128::MAX))],
+        ];
+        matches!(self, Self::Network(network) if ends.iter().any(|[first, last]| {
+            network.contains(*first) && network.contains(*last)
+        }))
+    }
+
     /// A name matches as it is written: it is not resolved, because its address may change after the check.
     fn contains(&self, host: &str) -> bool {
         match self {
@@ -93,5 +104,14 @@ mod tests {
         assert!(!in_pool("10.0.0.7", None) && in_pool("extra", None));
         assert!(in_pool("10.0.0.7", Some(&pods)) && !in_pool("10.0.0.8", Some(&pods)));
         assert!(!allows(&[], true, "10.0.0.7", None), "a pool that is not known allows no engine");
+    }
+
+    #[test]
+    fn a_network_of_every_address_is_no_limit() {
+        for (network, admits_all) in
+            [("0.0.0.0/0", true), ("::/0", true), ("0.0.0.0/1", false), ("10.0.0.0/8", false), ("p", false)]
+        {
+            assert_eq!(listed(&[network])[0].admits_all(), admits_all, "{network}");
+        }
     }
 }

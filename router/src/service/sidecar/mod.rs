@@ -166,6 +166,7 @@ impl SidecarListener {
     pub(crate) fn last_leg(&self, driver: Option<&ExchangeDriver>) -> Option<Leg> {
         let Some(driver) = driver else { return Some(Leg::Decode) };
         let [prefills, decodes] = driver.progress.attempts;
+        let last = driver.progress.failed;
         // Both legs of SGLang are sent at once. An engine that failed is out of use.
         let is_concurrent = self.sidecar.options.protocol() == ProtocolSetting::Sglang;
         let is_out = |leg: &Leg| {
@@ -173,8 +174,8 @@ impl SidecarListener {
         };
         match (prefills > 0, decodes > 0) {
             (true, true) if is_concurrent => [Leg::Decode, Leg::Prefill].into_iter().find(is_out),
-            (_, true) => Some(Leg::Decode),
-            (true, false) => Some(Leg::Prefill),
+            (_, true) => last.or(Some(Leg::Decode)),
+            (true, false) => last.or(Some(Leg::Prefill)),
             (false, false) => None,
         }
     }

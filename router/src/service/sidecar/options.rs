@@ -129,7 +129,8 @@ impl SidecarOptions {
         };
         let scheme = |tls| if tls { Scheme::Https } else { Scheme::Http };
         let allowed = allowed(settings.allow_prefiller.as_deref());
-        let has_list = !allowed.is_empty() || settings.enable_ssrf_protection == Some(true);
+        let is_limited = !allowed.iter().any(AllowedPrefiller::admits_all);
+        let has_list = is_limited && (!allowed.is_empty() || settings.enable_ssrf_protection == Some(true));
         Ok(Self {
             listen: SocketAddr::new(host, ports("port", settings.port, 8000)?),
             decode_port: ports("model-server-port", settings.model_server_port, 8200)?,
@@ -303,8 +304,8 @@ fn secret(
     if for_prefill && !has_list {
         return Err(invalid(
             flag,
-            "or BATON_CLUSTER_SECRET_FILE needs `--allow-prefiller` or `--enable-ssrf-protection`: every address that \
-             a request names would get the secret",
+            "or BATON_CLUSTER_SECRET_FILE needs `--allow-prefiller` without 0.0.0.0/0, or `--enable-ssrf-protection`: \
+             every address that a request names would get the secret",
         ));
     }
     Ok(Some(SecretOptions { file, for_prefill, for_decode }))

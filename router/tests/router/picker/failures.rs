@@ -84,8 +84,21 @@ async fn an_engine_that_works_again_is_used_as_before() {
     while breaker(&picker, engine.address, "decode").await != "half_open" {
         assert!(begun.elapsed().as_secs() < 10, "it is not on trial");
     }
+    // The sidecar refuses this request itself.
+    answered(&picker, "a", &[(":status", "403")]).await;
+    assert_eq!(breaker(&picker, engine.address, "decode").await, "half_open");
     answered(&picker, "a", &[(":status", "200")]).await;
     assert_eq!(breaker(&picker, engine.address, "decode").await, "closed");
+}
+
+/// The gateway may have sent the request to another endpoint.
+#[tokio::test]
+async fn with_fallbacks_a_response_shows_nothing_of_the_first_engine() {
+    let all = engines();
+    let model = format!("    decode: {}", pool(&all, "round_robin", None));
+    let picker = TestPicker::start(&model, "picker: {fallbacks: 1}\n").await;
+    answered(&picker, "a", &[(":status", "503"), (FAILED_LEG, "decode")]).await;
+    picker.counts("baton_router_pool_ready_engines{model=\"m\",leg=\"decode\"}", 2.0).await;
 }
 
 #[tokio::test]

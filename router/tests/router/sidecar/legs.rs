@@ -145,6 +145,17 @@ async fn a_failure_of_the_prefill_engine_is_a_bad_gateway() {
     sidecar.settled().await;
 }
 
+/// A stock prefill engine that dies behind its lease fails the decode leg, and then the second prefill.
+#[tokio::test]
+async fn the_leg_that_failed_last_is_named() {
+    let p = FakeEngine::scripted(vec![Action::Lease(None), Action::Close]).await.without_verbs();
+    let d = FakeEngine::always(Action::Refuse(500, json!({}))).await.without_verbs();
+    let sidecar = TestSidecar::with(&d, "").await;
+    let answer = sidecar.complete(&named(&p)).await;
+    assert_eq!((answer.status, answer.header("x-baton-failed-leg")), (502, Some("prefill")));
+    sidecar.settled().await;
+}
+
 #[tokio::test]
 async fn a_prefill_is_retried_at_the_same_engine_as_often_as_configured() {
     let busy = || Action::Refuse(503, json!({}));
