@@ -240,6 +240,7 @@ def check_refusals(d):
     head = http.client.HTTPConnection(d.listen, timeout=60)
     head.request("POST", "/kv/release", "{}", {"content-type": "application/json"})
     assert head.getresponse().status == 404
+    disconnects = Recorder.disconnects
     holder = d.post("one", "p", user="slow")
     assert holder.getresponse().status == 200
     waiting = d.post("one", "p")
@@ -256,6 +257,7 @@ def check_refusals(d):
     answer = waiting.getresponse()
     assert answer.status == 200, (answer.status, answer.read())
     d.settled("refusals")
+    wait_for("the engine sees that the holder left", lambda: Recorder.disconnects == disconnects + 1)
     print("== 503, 404 and 429 reach the client; a place passes on when its client leaves")
 
 
