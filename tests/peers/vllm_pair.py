@@ -18,10 +18,11 @@ import sys
 import time
 import traceback
 
-from vllm_checks import cancel, compare, faults, handoffs, malformed, messages, push, stock, store, turns  # noqa: F401 (they register checks)
+from vllm_checks import cancel, compare, faults, handoffs, malformed, messages  # noqa: F401 (they register checks)
+from vllm_checks import push, push_ends, stock, store, turns  # noqa: F401
 from vllm_checks import cost
 from vllm_checks.base import CHECKS, NO_ANSWER, OutOfTime, Report, bounded
-from vllm_checks.engines import BATON, PUSH, ROOT, STOCK, STORE, TURNS
+from vllm_checks.engines import BATON, BATON_PUSH, PUSH, ROOT, STOCK, STORE, TURNS
 from vllm_checks.package import Package
 from vllm_checks.pair import Pair
 
@@ -37,9 +38,9 @@ def parse():
     add("--vllm", default=os.environ.get("VLLM", "vllm"), help="the vllm command")
     add("--baton", default=os.environ.get("BATON_BIN", str(ROOT / "target/release/baton")))
     add("--model", type=pathlib.Path, default=ROOT / "engine/models/demo")
-    add("--connector", choices=[STOCK, PUSH, TURNS, STORE, BATON, "both"], default=STOCK,
-        help="connector of the engines; push: the NixlPushConnector; turns: bidirectional KV; store: blocks in files; "
-        "both: stock and baton, one after the other")
+    add("--connector", choices=[STOCK, PUSH, TURNS, STORE, BATON, BATON_PUSH, "both"], default=STOCK,
+        help="connector of the engines; push: the NixlPushConnector; baton-push: the BatonPushConnector; turns: "
+        "bidirectional KV; store: blocks in files; both: stock and baton, one after the other")
     add("--package", type=pathlib.Path, help="sources of baton-vllm (connector/vllm), instead of an installed wheel")
     add("--only", action="append", default=[], metavar="NAME", help=f"only this check (repeatable): {', '.join(names)}")
     add("--out", type=pathlib.Path, help="FILE.json, or a folder for results.json; outputs of the tools are beside it")
@@ -84,7 +85,8 @@ def parse():
 
 def selected(options, connector):
     """The checks of one pair. Without --only a stock pair alone gets the checks of the router."""
-    kinds = {STOCK: ["stock"], PUSH: ["push"], TURNS: ["turns"], STORE: ["store"]}.get(options.connector, ["stock", "contract"])
+    kinds = {STOCK: ["stock"], PUSH: ["push"], BATON_PUSH: ["push", "push-ends"], TURNS: ["turns"],
+             STORE: ["store"]}.get(options.connector, ["stock", "contract"])
     chosen = [c for c in CHECKS if (c.name in options.only if options.only else c.kind in kinds)]
     return sorted(chosen, key=lambda c: CONTRACT.index(c.name) if c.kind == "contract" else -1)
 
@@ -209,6 +211,8 @@ def main():
     connectors = [STOCK, BATON] if options.connector == "both" else [options.connector]
     package = Package(options.vllm, options.package and options.package.resolve(), ROOT, options.few_cores)
     environments = {name: package.stock() for name in (STOCK, PUSH, TURNS, STORE)}
+    if connectors == [BATON_PUSH]:
+        environments[BATON_PUSH] = package.baton_push()
     if BATON in connectors or (wants_cost(options) and BATON in options.cost_pairs):
         try:
             environments[BATON] = package.baton()

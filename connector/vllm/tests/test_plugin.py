@@ -490,8 +490,10 @@ def test_other_answers_are_left_alone(path, urls):
 # Addresses
 
 
-def config(module="baton_vllm", first=0, local=1, **baton):
-    transfer = types.SimpleNamespace(kv_connector_module_path=module, kv_connector_extra_config={"baton": baton})
+def config(module="baton_vllm", name="BatonConnector", first=0, local=1, **baton):
+    transfer = types.SimpleNamespace(
+        kv_connector=name, kv_connector_module_path=module, kv_connector_extra_config={"baton": baton}
+    )
     parallel = types.SimpleNamespace(data_parallel_index=first, data_parallel_size_local=local)
     return types.SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel)
 
@@ -513,6 +515,8 @@ def test_addresses_of_all_local_ranks(monkeypatch):
     assert urls_of(config(http="0.0.0.0:80"), monkeypatch) == ["http://127.0.0.1:80"]
     assert urls_of(config(http="10.0.0.5:80"), monkeypatch) == ["http://10.0.0.5:80"]
     assert urls_of(config(module=None), monkeypatch) == []
+    for name in ("BatonPushConnector", "NixlPushConnector"):
+        assert urls_of(config(name=name, push_wait_s=6), monkeypatch) == [], "it has no HTTP port"
     assert urls_of(types.SimpleNamespace(kv_transfer_config=None), monkeypatch) == []
 
 

@@ -14,7 +14,7 @@ import harness
 from baton_vllm import seams
 
 VERSIONS = seams.known_versions()
-NAMES = [name for names in seams.FUNCTIONS.values() for name in names]
+NAMES = [name for names in seams.ALL_FUNCTIONS.values() for name in names]
 
 
 def table(version="0.32"):
@@ -33,6 +33,19 @@ def test_the_installed_vllm_is_the_tested_one():
     from vllm.version import __version__
 
     seams.check(__version__, allow_untested=False)
+    seams.check(__version__, allow_untested=False, functions=seams.PUSH_FUNCTIONS)
+
+
+def test_each_connector_is_refused_by_its_own_functions(unpacked):
+    push, pull = (unpacked / (seams.NIXL + f"{kind}_worker.py") for kind in ("push", "pull"))
+    sources = {file: file.read_text() for file in (push, pull)}
+    push.write_text(sources[push].replace("def _xfer_blocks_for_req(", "def _write_blocks_for_req("))
+    seams.check("0.32.0", False)
+    with pytest.raises(seams.SeamsMoved, match=r"NixlPushConnectorWorker\._xfer_blocks_for_req is gone\."):
+        seams.check("0.32.0", True, seams.PUSH_FUNCTIONS)
+    push.write_text(sources[push])
+    pull.write_text("")
+    seams.check("0.32.0", False, seams.PUSH_FUNCTIONS)
 
 
 @pytest.mark.parametrize("version", ["0.32", "0.32.0", "0.32.7", "0.32.1rc1", "0.32.0+cpu", "0.33.0.post1"])
@@ -162,7 +175,7 @@ def unpacked(tmp_path, monkeypatch):
     if harness.REASON:
         pytest.skip(harness.REASON)
     root = pathlib.Path(importlib.util.find_spec("vllm").origin).parents[1]
-    for file in seams.FUNCTIONS:
+    for file in seams.ALL_FUNCTIONS:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(root / file, tmp_path / file)
     spec = type("Spec", (), {"origin": str(tmp_path / "vllm/__init__.py")})

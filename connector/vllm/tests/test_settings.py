@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from baton_vllm.settings import Settings, SettingsError
+from baton_vllm.settings import PushSettings, Settings, SettingsError
 from harness import connector  # noqa: F401  (puts vLLM or its stubs in place)
 
 from baton_vllm.connector import refuse_unsupported
@@ -84,6 +84,34 @@ def test_ports_beyond_the_range():
         parse(port=63537)
     with pytest.raises(SettingsError, match="port 65536"):
         parse({"http": "127.0.0.1:65535"}, rank=1)
+
+
+# Settings of the push connector
+
+
+def test_push_defaults_and_values():
+    settings = PushSettings.parse({})
+    assert (settings.push_wait_s, settings.push_silent_s, settings.allow_untested) == (None, 0.0, False)
+    given = PushSettings.parse({"baton": {"push_wait_s": 6, "push_silent_s": 0.5, "allow_untested": True}})
+    assert (given.push_wait_s, given.push_silent_s, given.allow_untested) == (6.0, 0.5, True)
+
+
+@pytest.mark.parametrize("baton, named", [
+    ([1], "baton must be an object"),
+    ({"peers": "any"}, "baton.peers is unknown for push"),
+    ({"http": "127.0.0.1:1"}, "baton.http is unknown for push"),
+    ({"push_wait_s": 0}, "baton.push_wait_s must be a number of seconds, above 0"),
+    ({"push_wait_s": True}, "baton.push_wait_s"),
+    ({"push_wait_s": "6"}, "baton.push_wait_s"),
+    ({"push_wait_s": 3601}, "baton.push_wait_s"),
+    ({"push_wait_s": float("nan")}, "baton.push_wait_s"),
+    ({"push_silent_s": -1}, "baton.push_silent_s must be a number of seconds, at least 0"),
+    ({"push_silent_s": None}, "baton.push_silent_s"),
+    ({"allow_untested": 1}, "baton.allow_untested"),
+])
+def test_wrong_push_values_are_refused_by_name(baton, named):
+    with pytest.raises(SettingsError, match=named.replace(".", r"\.")):
+        PushSettings.parse({"baton": baton})
 
 
 # Settings of vLLM

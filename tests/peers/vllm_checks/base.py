@@ -21,7 +21,7 @@ NO_ANSWER = (OSError, http.client.HTTPException)
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One check. `kind` is `stock`, `push`, `turns`, `store`, `contract` or `cost`."""
+    """One check. `kind` is `stock`, `push`, `push-ends`, `turns`, `store`, `contract` or `cost`."""
 
     name: str
     title: str

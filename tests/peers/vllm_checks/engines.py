@@ -1,4 +1,4 @@
-"""vLLM engines with the NixlConnector, the NixlPushConnector, the BatonConnector, or a connector that shares a store."""
+"""vLLM engines with the NixlConnector, the NixlPushConnector, Baton's connectors, or one that shares a store."""
 
 import contextlib
 import dataclasses
@@ -17,11 +17,13 @@ from .clients import BLOCK
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 START_S = 600  # vLLM imports for half a minute, and machines are slow
 BLOCKS = 96
-STOCK, PUSH, BATON = "stock", "push", "baton"
+STOCK, PUSH, BATON, BATON_PUSH = "stock", "push", "baton", "baton-push"
 # The NixlConnector with bidirectional KV, and vLLM's ExampleConnector, which keeps blocks in files.
 TURNS, STORE = "turns", "store"
 # Time for which D keeps the blocks of a response that no engine reads.
 KEPT_S = 20
+# Time for which P keeps a registration whose request does not come.
+PUSH_WAIT_S = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,10 @@ class Engine:
             config.update(kv_connector="BatonConnector", kv_connector_module_path="baton_vllm")
             extra["baton"] = {"http": f"127.0.0.1:{self.http}", "channel": f"127.0.0.1:{self.channel}"}
             policy = policy or "recompute"
+        if self.setup.connector == BATON_PUSH:
+            config.update(kv_connector="BatonPushConnector", kv_connector_module_path="baton_vllm")
+            extra["baton"] = {"push_wait_s": PUSH_WAIT_S}
+            policy = policy or "recompute"
         if policy:
             config["kv_load_failure_policy"] = policy
         return {**config, "kv_connector_extra_config": extra}
@@ -83,7 +89,7 @@ class Engine:
             VLLM_NO_USAGE_STATS="1",
             **self.setup.environment,
         )
-        if self.has_log:
+        if self.setup.connector in (BATON, BATON_PUSH):
             environment["VLLM_PLUGINS"] = "baton"
         self.process = subprocess.Popen(
             [self.setup.vllm, "serve", str(self.setup.model), "--served-model-name", "demo", "--host", "127.0.0.1",

@@ -51,14 +51,23 @@ class Package:
             expect(self.version,
                    f"the environment of {self.vllm} has no baton-vllm: install the wheel, or give --package")
             return self.stock()
+        python = self.register_sources()
         library = pathlib.Path(os.environ.get("BATON_VLLM_CORE", self.root / "target/release" / LIBRARY)).resolve()
         expect(library.is_file(), f"{library} is absent: cargo build --release -p baton-vllm")
+        return {**self.environment(str(python)), "BATON_VLLM_CORE": str(library)}
+
+    def baton_push(self):
+        """As `baton`, for the BatonPushConnector, which has no library."""
+        return self.baton() if self.sources is None else self.environment(str(self.register_sources()))
+
+    def register_sources(self):
+        """The folder to import from."""
         python = self.sources / "python"
         expect((python / "baton_vllm").is_dir(), f"{python} has no package baton_vllm")
         # vLLM finds the endpoint plugin by the entry points of an installed distribution.
         self.register("baton-vllm", "0.1.0", "[vllm.endpoint_plugins]\nbaton = baton_vllm.plugin:plugin\n")
         self.version = f"sources in {self.sources}"
-        return {**self.environment(str(python)), "BATON_VLLM_CORE": str(library)}
+        return python
 
 
 def ask_python(vllm, program):

@@ -32,6 +32,7 @@ GENERATE_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/
 RETRY_HEADERS = [(b"retry-after", b"1"), (b"retry-after-ms", b"1000")]
 # Headers of a proxy: the caller is not on this host, whatever its address is.
 PROXY_HEADERS = ("x-forwarded-for", "forwarded", "x-envoy-external-address", "x-real-ip")
+PUSH_CONNECTORS = ("BatonPushConnector", "NixlPushConnector")
 SUMMED = ("blocks", "requests", "leases", "steps")
 
 
@@ -103,6 +104,9 @@ class Cores:
         """The addresses, from the same settings as in the engine processes."""
         transfer = config.kv_transfer_config
         if transfer is None or transfer.kv_connector_module_path != "baton_vllm":
+            return
+        if transfer.kv_connector in PUSH_CONNECTORS:
+            # It has no HTTP port.
             return
         import vllm.envs as envs
 

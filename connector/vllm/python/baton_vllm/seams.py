@@ -74,6 +74,88 @@ FUNCTIONS = {
     ],
 }
 
+# The same for the push connector.
+PUSH_FUNCTIONS = {
+    NIXL + "connector.py": [
+        "NixlBaseConnector.__init__",
+        "NixlBaseConnector.build_connector_meta",
+        "NixlBaseConnector.get_transfer_results",
+        "NixlBaseConnector.on_new_request",
+        "NixlBaseConnector.register_kv_caches",
+        "NixlBaseConnector.request_finished_all_groups",
+        "NixlBaseConnector.shutdown",
+        "NixlBaseConnector.update_connector_output",
+        "NixlBaseConnector.update_state_after_alloc",
+        "NixlPushConnector.__init__",
+        "NixlPushConnector.start_load_kv",
+    ],
+    NIXL + "base_scheduler.py": [
+        "NixlBaseConnectorScheduler._nixl_handshake_listener",
+        "NixlBaseConnectorScheduler.build_connector_meta",
+        "NixlBaseConnectorScheduler.on_new_request",
+        "NixlBaseConnectorScheduler.update_connector_output",
+    ],
+    NIXL + "push_scheduler.py": [
+        "NixlPushConnectorScheduler.build_connector_meta",
+        "NixlPushConnectorScheduler.get_num_new_matched_tokens",
+        "NixlPushConnectorScheduler.has_pending_push_work",
+        "NixlPushConnectorScheduler.request_finished",
+        "NixlPushConnectorScheduler.update_connector_output",
+        "NixlPushConnectorScheduler.update_state_after_alloc",
+    ],
+    NIXL + "push_worker.py": [
+        "NixlPushConnectorWorker._do_send_reg_notif",
+        "NixlPushConnectorWorker._do_start_push_kv",
+        "NixlPushConnectorWorker._get_new_notifs",
+        "NixlPushConnectorWorker._handle_push_reg_notif",
+        "NixlPushConnectorWorker._pop_matching_finished_blocks",
+        "NixlPushConnectorWorker._pop_matching_registration",
+        "NixlPushConnectorWorker._push_writer_loop",
+        "NixlPushConnectorWorker._send_registration_to_p",
+        "NixlPushConnectorWorker._xfer_blocks",
+        "NixlPushConnectorWorker._xfer_blocks_for_req",
+        "NixlPushConnectorWorker.get_transfer_results",
+        "NixlPushConnectorWorker.register_kv_caches",
+        "NixlPushConnectorWorker.shutdown",
+        "NixlPushConnectorWorker.start_load_kv",
+    ],
+    NIXL + "base_worker.py": [
+        "NixlBaseConnectorWorker._add_notif_only_remote_agent",
+        "NixlBaseConnectorWorker._cleanup_remote_engine",
+        "NixlBaseConnectorWorker._ensure_handshake",
+        "NixlBaseConnectorWorker._handle_failed_transfer",
+        "NixlBaseConnectorWorker._handle_heartbeat",
+        "NixlBaseConnectorWorker._nixl_handshake",
+        "NixlBaseConnectorWorker._pop_done_transfers",
+        "NixlBaseConnectorWorker._reap_expired_send_leases",
+        "NixlBaseConnectorWorker.add_remote_agent",
+        "NixlBaseConnectorWorker.get_transfer_results",
+    ],
+    NIXL + "metadata.py": ["NixlConnectorMetadata.__init__", "NixlConnectorMetadata.add_new_req_to_recv"],
+    "vllm/distributed/kv_transfer/kv_connector/utils.py": [
+        "KVOutputAggregator.aggregate",
+        "TransferTopology.handshake_target_ranks",
+    ],
+    "vllm/v1/core/sched/scheduler.py": [
+        "Scheduler._free_request",
+        "Scheduler._handle_failed_recving",
+        "Scheduler._update_from_kv_xfer_finished",
+        "Scheduler._update_waiting_for_remote_kv",
+        "Scheduler.finish_requests",
+        "Scheduler.has_finished_requests",
+        "Scheduler.has_requests",
+    ],
+}
+
+
+def merged(*tables):
+    """One table of files and functions, each function once."""
+    files = dict.fromkeys(file for table in tables for file in table)
+    return {file: list(dict.fromkeys(n for table in tables for n in table.get(file, ()))) for file in files}
+
+
+ALL_FUNCTIONS = merged(FUNCTIONS, PUSH_FUNCTIONS)
+
 
 class SeamsMoved(RuntimeError):
     """This vLLM is not one that the package was tested with."""
@@ -114,10 +196,10 @@ def fields_of(node):
         yield key, value
 
 
-def read_sources(folder):
+def read_sources(folder, functions):
     """The table of one vLLM: function -> parameters and hash."""
     table = {}
-    for file, names in FUNCTIONS.items():
+    for file, names in functions.items():
         path = pathlib.Path(folder) / file
         tree = ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else ast.Module([], [])
         for name in names:
@@ -152,10 +234,10 @@ def compare(version, table, allow_untested):
     return reasons
 
 
-def check(version, allow_untested):
-    """Refuses a vLLM that differs from the tested ones."""
+def check(version, allow_untested, functions=FUNCTIONS):
+    """Refuses a vLLM that differs from the tested ones in these functions."""
     root = pathlib.Path(importlib.util.find_spec("vllm").origin).parents[1]
-    reasons = compare(version, read_sources(root), allow_untested)
+    reasons = compare(version, read_sources(root, functions), allow_untested)
     if reasons:
         raise SeamsMoved(
             f"baton-vllm does not support this vLLM ({version}): {'; '.join(reasons)}. "
@@ -167,5 +249,5 @@ if __name__ == "__main__":
     tables = {}
     for given in sys.argv[1:]:
         version = (pathlib.Path(given) / "vllm/_version.py").read_text().split("__version__ = version = '")[1]
-        tables[minor(version)] = read_sources(given)
+        tables[minor(version)] = read_sources(given, ALL_FUNCTIONS)
     print(json.dumps(tables, indent=1))

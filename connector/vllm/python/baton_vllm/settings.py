@@ -53,6 +53,45 @@ class Settings:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class PushSettings:
+    """All settings of the push connector."""
+
+    push_wait_s: float | None  # a registration without a request waits so long; None: the lease's duration
+    push_silent_s: float  # a producer that does not answer for so long has ended; 0: never
+    allow_untested: bool  # start on a vLLM whose functions have changed
+
+    @classmethod
+    def parse(cls, extra):
+        """`extra` is `kv_connector_extra_config`."""
+        given = extra.get("baton") or {}
+        if not isinstance(given, dict):
+            raise SettingsError("kv_connector_extra_config.baton must be an object")
+        known = sorted(field.name for field in dataclasses.fields(cls))
+        for key in given:
+            if key not in known:
+                raise SettingsError(
+                    f"kv_connector_extra_config.baton.{key} is unknown for push; known: {', '.join(known)}"
+                )
+        return cls(
+            push_wait_s=seconds(given, "push_wait_s", None, above=0),
+            push_silent_s=seconds(given, "push_silent_s", 0.0, above=None),
+            allow_untested=flag(given, "allow_untested", False),
+        )
+
+
+def seconds(given, key, default, above):
+    """A time of at most an hour: above this number, or at least 0."""
+    value = given.get(key, default)
+    if value is None and default is None:
+        return None
+    number = type(value) in (int, float) and value <= 3600
+    if not number or not (value >= 0 if above is None else value > above):
+        least = "at least 0" if above is None else f"above {above}"
+        raise SettingsError(f"kv_connector_extra_config.baton.{key} must be a number of seconds, {least}, at most 3600")
+    return float(value)
+
+
 def flag(given, key, default):
     value = given.get(key, default)
     if not isinstance(value, bool):
