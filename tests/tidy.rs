@@ -125,7 +125,7 @@ fn files() -> BTreeMap<String, PathBuf> {
         for entry in fs::read_dir(&folder).expect("a folder of ours can be read") {
             let path = entry.expect("an entry can be read").path();
             let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-            let ours = !matches!(name.as_str(), "target" | ".git" | "node_modules");
+            let ours = !matches!(name.as_str(), "target" | ".git" | "node_modules" | "__pycache__");
             if path.is_dir() && ours {
                 folders.push(path);
             } else if path.is_file() && ours {

@@ -45,6 +45,10 @@ async fn lease(engine: &EngineInfo, configs: &[Value], checkup: &mut Checkup) {
     let Some(model) = engine.models.first() else {
         return checkup.skip("side channel", name, "it lists no model");
     };
+    let info = engine.service.get_json("/server_info", PATIENCE).await.unwrap_or_default();
+    if info["disaggregation_mode"].is_string() {
+        return checkup.skip("lease", name, "SGLang's prefill engines lend no blocks");
+    }
     let tag = format!("baton-doctor-lease-{}", crate::ops::top::source::now_us());
     let body = json!({
         "model": model, "prompt": prompt(&tag, WORDS), "max_tokens": 1, "temperature": 0, "user": tag,
@@ -129,5 +133,38 @@ async fn reach(name: &str, host: &str, port: u16, checkup: &mut Checkup) {
             name,
             format!("{place} does not respond from here within {} s", CONNECT.as_secs()),
         ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::checkup::CheckupOptions;
+    use super::*;
+    use crate::common::http_client::ServiceClient;
+    use crate::sim::engines::{Dialect, EnginePlan, FleetPlan, SglangFleet, SglangPlan, SimFleet};
+
+    /// The check of the prefill engine at this address.
+    fn examine(address: String) -> Checkup {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        runtime.block_on(async {
+            let mut engine = EngineInfo::at(ServiceClient::parse(&address).expect("an address"));
+            engine.models.insert("sim".to_owned());
+            let mut checkup = Checkup::new(CheckupOptions::default());
+            checkup.mark_reachable();
+            lease(&engine, &[], &mut checkup).await;
+            checkup
+        })
+    }
+
+    #[test]
+    fn the_lease_of_a_baton_engine_is_checked_and_an_sglang_engine_lends_none() {
+        let plan = EnginePlan { dialect: Dialect::Baton, ..EnginePlan::default() };
+        let fleet = SimFleet::start(FleetPlan::new(1, 1, plan)).expect("a fleet starts on loopback");
+        let text = examine(fleet.prefill()[0].to_string()).text();
+        assert!(text.contains("opened and released"), "{text}");
+        let fleet = SglangFleet::start(SglangPlan::new(FleetPlan::new(1, 1, EnginePlan::default())));
+        let checkup = examine(fleet.expect("a fleet starts on loopback").prefill()[0].to_string());
+        assert!(!checkup.has_failed_any("lease"), "{}", checkup.text());
+        assert!(checkup.text().contains("lend no blocks"), "{}", checkup.text());
     }
 }

@@ -38,6 +38,16 @@ pub(crate) fn find(config: &RouterConfig) -> Vec<(String, String)> {
 pub(crate) fn find_warnings(config: &RouterConfig) -> Vec<String> {
     let mut warnings = Vec::new();
     without_effect(config, &mut warnings);
+    if let Some(auth) = &config.auth
+        && auth.keys_file.is_none()
+        && auth.keys.is_empty()
+        && auth.certificates.is_empty()
+        && auth.jwt.is_empty()
+    {
+        warnings.push(
+            "auth: has no `keys`, `keys_file`, `certificates` or `jwt`, so every request gets 401".to_owned(),
+        );
+    }
     for (at, model) in config.models.iter().enumerate() {
         both_pools(model, at, &mut warnings);
         let mut has_events = false;

@@ -9,7 +9,8 @@
 //!   until then, without a time limit. So the prefill leg of a cancelled pair runs to its end.
 //!
 //! `BatonPushConnector` (connector/vllm) notifies the decode engine of a write that will not come, and its replies have
-//! `remote_ends_writes`. There the prefill leg of a cancelled pair is aborted.
+//! `remote_ends_writes`. There the prefill leg of a cancelled pair is aborted. A cancelled decode engine cancels its
+//! registration, which also frees the blocks of a prefill that was answered.
 
 use baton_connector::RequestId;
 use serde::{Deserialize, Serialize};

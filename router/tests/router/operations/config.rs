@@ -355,6 +355,7 @@ fn keys_without_effect_are_reported() {
         ("", "      capacity: {max_kv_usage: 0.5}\n", "", "models[0].decode.capacity"),
         ("", "", "health: {load: {interval_ms: 9000}}\n", "health.load"),
         ("", "", "engine_tls: {ca: /ca.pem}\n", "engine_tls"),
+        ("", "", "auth: {tenants: [{name: t}]}\n", "auth"),
     ] {
         let found = doubts(model, pool, top);
         assert!(found.len() == 1 && found[0].starts_with(expected), "{expected}: {found:?}");
