@@ -34,7 +34,7 @@ def merged(*answers):
 
 
 def test_no_rank_and_one_rank():
-    assert merge_verbs([])[0] == merge_states([])[0] == 503
+    assert merge_verbs([])[0] == merge_states([])[0] == 501
     assert merge_verbs([(418, b"no JSON")]) == (418, b"no JSON")
 
 
@@ -573,5 +573,5 @@ def test_the_routes_on_a_real_application():
         refused = http.post("/v1/completions", content=BODY)
         assert (refused.status_code, refused.headers["retry-after"], refused.content) == (503, "1", DRAINING)
         made.cores.urls = []
-        assert http.post("/kv/release", json={}).status_code == 503
+        assert http.post("/kv/release", json={}).status_code == 501
         assert http.get("/debug/kv/events").status_code == 501

