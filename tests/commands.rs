@@ -132,7 +132,10 @@ fn check_warns_of_keys_without_effect_and_succeeds() {
         printed
     };
     assert_eq!(warnings("plain.yaml", &text), "");
-    assert_eq!(warnings("auth.yaml", &format!("{text}auth: {{}}\n")), "");
+    let without_keys = warnings("auth.yaml", &format!("{text}auth: {{}}\n"));
+    assert!(without_keys.contains("auth.yaml: warning: auth: has no `keys`"), "{without_keys}");
+    let issuer = "auth: {jwt: [{issuer: 'https://login.example.com', audience: baton, tenant: t}]}\n";
+    assert_eq!(warnings("issuer.yaml", &format!("{text}{issuer}")), "");
     assert_eq!(warnings("ranks.yaml", &text.replace(":2'", ":2', data_parallel_size: 4")), "");
     let tokenized = |text: &str| text.replace("decode: {", "tokenize: {from: engine}\n    decode: {");
     assert_eq!(warnings("tokenized.yaml", &tokenized(&text)), "");
