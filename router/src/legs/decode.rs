@@ -169,7 +169,8 @@ fn may_be_for_usage(engine: &Engine, refusal: &WholeReply) -> bool {
             && Verdict::of(refusal, engine.redactor()).class == ErrorClass::Refused
 }
 
-/// What the start of a successful reply shows. `start` is the part that was read; it is put back with what is read here.
+/// What the start of a successful reply shows. `start` is the part that was read; it is put back with what is read
+/// here.
 async fn reply_start(reply: &mut Reply, path: &str, mut start: Bytes) -> ReplyStart {
     let mut result = ReplyStart::Usual;
     if let Some(dialect) = Dialect::at(path) {

@@ -110,8 +110,9 @@ pub(crate) async fn probe(engine: &Arc<Engine>, within: Duration) -> ProbeResult
     }
 }
 
-/// One request of the protocol's health path on a new connection; idle connections are for requests. Suppose a stopped engine had such a
-/// request on an idle connection: if the router dies before the engine continues, the engine never reads that request.
+/// One request of the protocol's health path on a new connection; idle connections are for requests. Suppose a stopped
+/// engine had such a request on an idle connection: if the router dies before the engine continues, the engine never
+/// reads that request.
 async fn send_probe(engine: Arc<Engine>, within: Duration) -> ProbeResult {
     let request = EngineRequest::get(engine.protocol().health_path());
     let call = async {
