@@ -251,13 +251,13 @@ impl RawBody {
     /// Whether the body has this field, also with the value `null`.
     #[must_use]
     pub fn has(&self, name: &str) -> bool {
-        self.names().any(|n| n == name)
+        self.fields.iter().any(|field| self.is_named(field, name))
     }
 
     /// A field's value as JSON text.
     #[must_use]
     pub fn field(&self, name: &str) -> Option<&[u8]> {
-        self.fields.iter().find(|field| self.name(field) == name).map(|field| self.value(field))
+        self.fields.iter().find(|field| self.is_named(field, name)).map(|field| self.value(field))
     }
 
     /// The value of a string field; `None` also for a value of another type.
@@ -280,7 +280,8 @@ impl RawBody {
         if ours.is_empty() {
             // The first field has no comma before it. A name with escapes means nothing to an engine.
             let is_plain = |name: &str| quoted(name).len() == name.len() + 2;
-            let mut kept = self.fields.iter().filter(|field| !unset.contains(&self.name(field)));
+            let is_unset = |field: &&Field| unset.iter().any(|name| self.is_named(field, name));
+            let mut kept = self.fields.iter().filter(|field| !is_unset(field));
             return match kept.find(|field| is_plain(self.name(field))) {
                 Some(first) => {
                     let value = first.rewritten().unwrap_or_else(|| self.value(first));
@@ -300,15 +301,15 @@ impl RawBody {
             out.copy(value);
         }
         for field in &self.fields {
-            let name = self.name(field);
-            if ours.iter().any(|(ours, _)| *ours == name) || unset.contains(&name) {
+            let is_named = |name: &&str| self.is_named(field, name);
+            if ours.iter().any(|(ours, _)| is_named(ours)) || unset.iter().any(is_named) {
                 out.end_run();
             } else if field.is_unchanged() {
                 out.run(field);
             } else {
                 out.end_run();
                 out.copy(b",");
-                out.copy(quoted(name).as_bytes());
+                out.copy(quoted(self.name(field)).as_bytes());
                 out.copy(b":");
                 match field.rewritten() {
                     Some(rewritten) => out.copy(rewritten),
@@ -327,15 +328,24 @@ impl RawBody {
         if self.bytes.len() <= COPIED_BYTES_MAX && self.fields.iter().all(Field::is_unchanged) {
             return self.bytes.len() + BRACES;
         }
-        let bytes = |field: &Field| self.name(field).len() + self.value(field).len() + 4;
+        let bytes = |field: &Field| self.name_bytes(field).len() + self.value(field).len() + 4;
         let bytes = self.fields.iter().map(bytes).filter(|bytes| *bytes <= COPIED_BYTES_MAX);
         bytes.sum::<usize>() + BRACES
     }
 
     fn name<'a>(&'a self, field: &'a Field) -> &'a str {
+        std::str::from_utf8(self.name_bytes(field)).expect("the walk read UTF-8")
+    }
+
+    /// Compares bytes: a comparison needs no check of the encoding.
+    fn is_named(&self, field: &Field, name: &str) -> bool {
+        self.name_bytes(field) == name.as_bytes()
+    }
+
+    fn name_bytes<'a>(&'a self, field: &'a Field) -> &'a [u8] {
         match field.rewrite.as_deref().and_then(|rewrite| rewrite.decoded.as_deref()) {
-            Some(decoded) => decoded,
-            None => std::str::from_utf8(&self.bytes[field.name.clone()]).expect("the walk read UTF-8"),
+            Some(decoded) => decoded.as_bytes(),
+            None => &self.bytes[field.name.clone()],
         }
     }
 

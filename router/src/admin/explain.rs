@@ -4,6 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime};
 
+use baton_connector::Time;
 use serde_json::{Value, json};
 
 use crate::metrics::routing::DisaggregationReason;
@@ -38,6 +39,7 @@ pub(crate) fn not_found_message(history: &ExplanationHistory) -> String {
 pub(crate) fn ended_requests<'a>(
     history: &ExplanationHistory,
     ids: &HashSet<&'a str>,
+    now: Time,
 ) -> HashMap<&'a str, (&'static str, Duration)> {
     let mut found = HashMap::new();
     if ids.is_empty() {
@@ -46,7 +48,7 @@ pub(crate) fn ended_requests<'a>(
     for explanation in history.lock().iter() {
         let Some(id) = ids.get(explanation.id.as_str()) else { continue };
         if let Some(over) = &explanation.lock_steps().end {
-            let ago = explanation.begun.elapsed().saturating_sub(over.after);
+            let ago = now.since(explanation.begun).saturating_sub(over.after);
             found.insert(*id, (over.outcome.map_or("ended", |outcome| outcome.label()), ago));
         }
     }

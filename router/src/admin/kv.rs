@@ -197,7 +197,7 @@ fn attach_requests(
         before.iter().chain(after).map(|entry| (entry.id.as_str(), entry)).collect();
     let ids: Vec<String> = leases.iter().map(|lease| bare_id(&lease.request_id).to_owned()).collect();
     let others = ids.iter().map(String::as_str).filter(|id| !in_flight.contains_key(id)).collect();
-    let over = explain::ended_requests(&shared.explanations, &others);
+    let over = explain::ended_requests(&shared.explanations, &others, shared.now());
     for (lease, id) in leases.iter_mut().zip(&ids) {
         lease.request = match (in_flight.get(id.as_str()), over.get(id.as_str())) {
             (Some(entry), _) => RequestState::InFlight { phase: entry.phase().to_owned() },

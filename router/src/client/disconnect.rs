@@ -10,7 +10,7 @@
 //! response may close.
 
 use std::future::{Future, poll_fn};
-use std::pin::pin;
+use std::pin::Pin;
 use std::task::Poll;
 
 use crate::client::session::{ClientGone, Session};
@@ -18,10 +18,11 @@ use crate::client::session::{ClientGone, Session};
 /// Runs `work` until it is done or the client disconnects. Of a body that was not read yet, a bounded part is stored
 /// meanwhile.
 ///
-/// # Cancel safety
-/// `work` is dropped when the client disconnects. Pass `&mut future` to keep it.
-pub(crate) async fn race<F: Future>(session: &mut Session, work: F) -> Result<F::Output, ClientGone> {
-    let mut work = pin!(work);
+/// `work` is the caller's: an `async fn` that takes a future by value has memory for it twice.
+pub(crate) async fn race<F: Future>(
+    session: &mut Session,
+    mut work: Pin<&mut F>,
+) -> Result<F::Output, ClientGone> {
     poll_fn(|context| match work.as_mut().poll(context) {
         Poll::Ready(done) => Poll::Ready(Ok(done)),
         Poll::Pending => session.poll_gone(context).map(|()| Err(ClientGone)),

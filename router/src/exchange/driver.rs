@@ -102,7 +102,7 @@ impl ExchangeDriver {
         model: Arc<Model>,
     ) -> Self {
         let exchange = Arc::new(Mutex::new(Exchange::new()));
-        let explanation = shared.explanations.begin(&request, client_id, path, &model.name);
+        let explanation = shared.explanations.begin(&request, client_id, path, &model.name, shared.now());
         Self {
             shared,
             generation,
@@ -136,7 +136,8 @@ impl ExchangeDriver {
         request: &ClientRequest,
     ) -> Result<DecodeResponse, RequestError> {
         if self.sends_pairs(session, request).await? {
-            if let Some(response) = self.decode_as_pair(session, request).await? {
+            // Boxed, so that a request whose legs follow each other has no memory for it.
+            if let Some(response) = Box::pin(self.decode_as_pair(session, request)).await? {
                 return Ok(response);
             }
         } else if let Some(response) = self.decode_conditionally(session, request).await? {
@@ -203,7 +204,7 @@ impl ExchangeDriver {
         if step.effect == EventEffect::Applied {
             self.progress.record_event(event, now, &self.attempts.engines);
             if let Some(explanation) = &self.explanation {
-                explanation.record_event(&event, &self.attempts.engines);
+                explanation.record_event(&event, &self.attempts.engines, now);
             }
         }
         if let Some(Outcome::ClientGone(phase)) = step.ended {
@@ -214,7 +215,7 @@ impl ExchangeDriver {
     /// Records the status that the client received.
     pub(crate) fn record_end(&self, status: u16) {
         if let Some(explanation) = &self.explanation {
-            explanation.record_end(status, self.outcome());
+            explanation.record_end(status, self.outcome(), self.shared.now());
         }
     }
 

@@ -1,6 +1,6 @@
 //! The router's time: microseconds since its start, the unit of the pure state machines.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use baton_connector::Time;
 
@@ -17,5 +17,10 @@ impl Clock {
     /// Microseconds since the start.
     pub(crate) fn now(self) -> Time {
         Time(u64::try_from(self.0.elapsed().as_micros()).unwrap_or(u64::MAX))
+    }
+
+    /// A time of this clock, for timers.
+    pub(crate) fn instant(self, time: Time) -> Instant {
+        self.0 + Duration::from_micros(time.0)
     }
 }

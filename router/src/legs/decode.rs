@@ -5,6 +5,7 @@
 //! contains an error, it counts as a refusal: the client has received nothing yet, so another engine can use the same
 //! handoff. The same holds for a reply that only reports the engine's own abort (`message/engine_abort.rs`).
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -72,8 +73,9 @@ pub(crate) async fn ask(
     plain: Option<PlainBody<'_>>,
     admitted: impl FnOnce(),
 ) -> DecodeResult {
-    let call = async {
-        let mut reply = engine.call(outgoing, |_| {}).await?;
+    let call = pin!(async {
+        // Boxed at once: the steps after the head would each have memory for it.
+        let mut reply = Box::new(engine.call(outgoing, |_| {}).await?);
         if let Some(plain) = plain {
             if is_refusal(reply.status()) {
                 let refused = reply.read_whole_or_head(REFUSAL_BYTES_MAX).await?;
@@ -82,7 +84,7 @@ pub(crate) async fn ask(
                 }
                 // Boxed: few engines need this, so it should not enlarge every call.
                 let again = EngineRequest { body: plain(), ..outgoing.clone() };
-                reply = Box::pin(engine.call(&again, |_| {})).await?;
+                *reply = Box::pin(engine.call(&again, |_| {})).await?;
                 if is_refusal(reply.status()) {
                     return Ok(Err(refused));
                 }
@@ -98,9 +100,9 @@ pub(crate) async fn ask(
         }
         admitted();
         check_start(reply, &outgoing.path).await
-    };
+    });
     match wait_while_alive(engine, pause, first_byte, call).await {
-        Ok(Ok(Ok(reply))) => DecodeResult::Accepted(Box::new(reply)),
+        Ok(Ok(Ok(reply))) => DecodeResult::Accepted(reply),
         Ok(Ok(Err(whole))) => {
             let verdict = Verdict::of(&whole, engine.redactor());
             log_unsupported_endpoint(engine, &verdict.refusal);
@@ -136,7 +138,7 @@ pub(crate) async fn ask(
 }
 
 /// A successful reply, if its start shows that the engine serves the request. Else the engine's refusal.
-async fn check_start(mut reply: Reply, path: &str) -> Result<Result<Reply, WholeReply>, CallError> {
+async fn check_start(mut reply: Box<Reply>, path: &str) -> Result<Result<Box<Reply>, WholeReply>, CallError> {
     let mut start = Bytes::new();
     if reply.is_stream() {
         start = first_frames(&mut reply).await?;

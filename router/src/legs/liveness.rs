@@ -9,6 +9,7 @@
 //! attempt ends while the request's lease is still valid, and another engine gets the handoff. The engine's health
 //! determines whether the engine is unresponsive for all requests or only while it handles this one.
 
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -50,16 +51,12 @@ impl ProbeError {
 ///
 /// # Errors
 /// [`ProbeError`]: there is no answer.
-///
-/// # Cancel safety
-/// The same as that of `answer`.
 pub(crate) async fn wait_while_alive<T>(
     engine: &Arc<Engine>,
     pause: Duration,
     within: Duration,
-    answer: impl Future<Output = T>,
+    mut answer: Pin<&mut impl Future<Output = T>>,
 ) -> Result<T, ProbeError> {
-    let mut answer = std::pin::pin!(answer);
     let begun = Instant::now();
     let mut unanswered = 0;
     loop {

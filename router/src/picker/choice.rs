@@ -61,8 +61,13 @@ impl PickRequest {
         let mut wanted = self.read(body).await?;
         let client_id = request_id::client_id(&self.head.headers);
         let explanations = &self.shared.explanations;
-        self.explanation =
-            explanations.begin(&self.id, client_id.as_ref(), self.endpoint(), &wanted.model.name);
+        self.explanation = explanations.begin(
+            &self.id,
+            client_id.as_ref(),
+            self.endpoint(),
+            &wanted.model.name,
+            self.shared.now(),
+        );
         let decode = self.reserve_decode(&wanted).await?;
         let prefill = self.reserve_prefill(&mut wanted, &decode).await?;
         let endpoints = self.endpoints(&wanted, &decode, prefill.as_ref()).await?;
@@ -112,7 +117,7 @@ impl PickRequest {
         inputs.prefill_in_flight = wanted.model.prefill.least_in_flight(decode.member.compatibility());
         let reason = disaggregation::decide(&wanted.model.disaggregate, inputs);
         if let Some(explanation) = &self.explanation {
-            explanation.record_disaggregation(reason, *inputs);
+            explanation.record_disaggregation(reason, *inputs, self.shared.now());
         }
         let routing = &self.shared.metrics.routing;
         if !reason.is_remote() {
@@ -187,7 +192,7 @@ impl PickRequest {
         let detail = if self.explanation.is_some() { detail } else { Detail::None };
         let (reserved, decision) = pool.reserve(features, excluded, CapacityRule::Needed, detail);
         if let (Some(explanation), Some(decision)) = (&self.explanation, decision) {
-            explanation.record_choice(leg, decision);
+            explanation.record_choice(leg, decision, self.shared.now());
         }
         reserved
     }

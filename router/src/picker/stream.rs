@@ -113,7 +113,7 @@ impl PickStream {
 
     fn record_end(&self, status: u16) {
         if let Some(explanation) = self.request.as_ref().and_then(|request| request.explanation.as_ref()) {
-            explanation.record_end(status, None);
+            explanation.record_end(status, None, self.shared.now());
         }
     }
 

@@ -9,10 +9,10 @@ mod decision;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
-use baton_connector::RequestId;
 use baton_connector::exchange::{Event, Failure, Outcome, SettlementCause};
+use baton_connector::{RequestId, Time};
 use hyper::header::HeaderValue;
 
 use crate::engines::http::Engine;
@@ -45,7 +45,7 @@ pub(crate) struct Explanation {
     pub(crate) path: &'static str,
     pub(crate) model: String,
     pub(crate) began: SystemTime,
-    pub(crate) begun: Instant,
+    pub(crate) begun: Time,
     steps: Mutex<ExplanationSteps>,
 }
 
@@ -98,6 +98,7 @@ impl ExplanationHistory {
         client_id: Option<&HeaderValue>,
         path: &'static str,
         model: &str,
+        begun: Time,
     ) -> Option<Arc<Explanation>> {
         let most = self.most.load(Ordering::Relaxed);
         if most == 0 {
@@ -109,7 +110,7 @@ impl ExplanationHistory {
             path,
             model: model.to_owned(),
             began: SystemTime::now(),
-            begun: Instant::now(),
+            begun,
             steps: Mutex::new(ExplanationSteps {
                 steps: Vec::with_capacity(STEPS_USUAL),
                 ..ExplanationSteps::default()
@@ -150,16 +151,21 @@ impl ExplanationHistory {
 
 impl Explanation {
     /// Records the engine chosen for a leg, or that none could be chosen.
-    pub(crate) fn record_choice(&self, leg: Leg, decision: Decision) {
-        self.record(Step::Choice(leg, Box::new(decision)));
+    pub(crate) fn record_choice(&self, leg: Leg, decision: Decision, now: Time) {
+        self.record(now, Step::Choice(leg, Box::new(decision)));
     }
 
-    pub(crate) fn record_disaggregation(&self, reason: DisaggregationReason, inputs: DisaggregationInputs) {
-        self.record(Step::Disaggregation(reason, inputs));
+    pub(crate) fn record_disaggregation(
+        &self,
+        reason: DisaggregationReason,
+        inputs: DisaggregationInputs,
+        now: Time,
+    ) {
+        self.record(now, Step::Disaggregation(reason, inputs));
     }
 
     /// Records an event of the exchange; `engines` are those of its attempts.
-    pub(crate) fn record_event(&self, event: &Event, engines: &[Arc<Engine>]) {
+    pub(crate) fn record_event(&self, event: &Event, engines: &[Arc<Engine>], now: Time) {
         use Leg::{Decode, Prefill};
         let step = |by: baton_connector::exchange::Attempt, leg, result: Option<&'static str>| {
             let engine = engines.get(usize::from(by.0)).map_or_else(|| Arc::from("?"), |e| e.name());
@@ -168,55 +174,58 @@ impl Explanation {
                 Some(what) => Step::AttemptResult(leg, engine, what),
             }
         };
-        self.record(match *event {
-            Event::DecodeSent(to) => step(to, Decode, None),
-            Event::PrefillSent(to) => step(to, Prefill, None),
-            Event::PrefillLeased(by, _) => step(by, Prefill, Some("opened a lease")),
-            Event::PrefillEmpty(by) => step(by, Prefill, Some("opened no lease")),
-            Event::PrefillRefused(by) => step(by, Prefill, Some("refused the request")),
-            Event::PrefillFailed(by, failure) => step(by, Prefill, Some(failure_text(failure))),
-            Event::DecodeAccepted(by) => step(by, Decode, Some("accepted")),
-            Event::DecodeRefused(by) => step(by, Decode, Some("refused the request")),
-            Event::DecodeFailed(by, failure) => step(by, Decode, Some(failure_text(failure))),
-            Event::DecodeDeclined(by) => {
-                step(by, Decode, Some("declined: too little of the prompt is cached"))
-            }
-            Event::FirstChunk(by) => step(by, Decode, Some("first bytes")),
-            Event::StreamEnded(by) => step(by, Decode, Some("complete")),
-            Event::StreamBroken(by) => step(by, Decode, Some("failed")),
-            Event::StreamCut(by) => step(by, Decode, Some("failed; another engine continues")),
-            Event::NotAdmitted => Step::Transition("not admitted"),
-            Event::NoEngine => Step::Transition("no usable engine"),
-            Event::PrefillSkipped => Step::Transition("no remote prefill"),
-            Event::HandoffUnusable => {
-                Step::Transition("no decode engine could use the handoff; the prompt is computed again")
-            }
-            Event::Exhausted => Step::Transition("gave up"),
-            Event::ExhaustedFor(SettlementCause::DecodeBusy) => {
-                Step::Transition("gave up: the remaining engines are full")
-            }
-            Event::ExhaustedFor(SettlementCause::OutOfTime) => Step::Transition("gave up: out of time"),
-            Event::ExhaustedFor(_) => Step::Transition("gave up: no engine left"),
-            Event::ClientGone => Step::Transition("cancelled by the client"),
-            // These are no steps: the request continues from the handoff.
-            Event::PrefillEnded(_) | Event::Dropped => return,
-        });
+        self.record(
+            now,
+            match *event {
+                Event::DecodeSent(to) => step(to, Decode, None),
+                Event::PrefillSent(to) => step(to, Prefill, None),
+                Event::PrefillLeased(by, _) => step(by, Prefill, Some("opened a lease")),
+                Event::PrefillEmpty(by) => step(by, Prefill, Some("opened no lease")),
+                Event::PrefillRefused(by) => step(by, Prefill, Some("refused the request")),
+                Event::PrefillFailed(by, failure) => step(by, Prefill, Some(failure_text(failure))),
+                Event::DecodeAccepted(by) => step(by, Decode, Some("accepted")),
+                Event::DecodeRefused(by) => step(by, Decode, Some("refused the request")),
+                Event::DecodeFailed(by, failure) => step(by, Decode, Some(failure_text(failure))),
+                Event::DecodeDeclined(by) => {
+                    step(by, Decode, Some("declined: too little of the prompt is cached"))
+                }
+                Event::FirstChunk(by) => step(by, Decode, Some("first bytes")),
+                Event::StreamEnded(by) => step(by, Decode, Some("complete")),
+                Event::StreamBroken(by) => step(by, Decode, Some("failed")),
+                Event::StreamCut(by) => step(by, Decode, Some("failed; another engine continues")),
+                Event::NotAdmitted => Step::Transition("not admitted"),
+                Event::NoEngine => Step::Transition("no usable engine"),
+                Event::PrefillSkipped => Step::Transition("no remote prefill"),
+                Event::HandoffUnusable => {
+                    Step::Transition("no decode engine could use the handoff; the prompt is computed again")
+                }
+                Event::Exhausted => Step::Transition("gave up"),
+                Event::ExhaustedFor(SettlementCause::DecodeBusy) => {
+                    Step::Transition("gave up: the remaining engines are full")
+                }
+                Event::ExhaustedFor(SettlementCause::OutOfTime) => Step::Transition("gave up: out of time"),
+                Event::ExhaustedFor(_) => Step::Transition("gave up: no engine left"),
+                Event::ClientGone => Step::Transition("cancelled by the client"),
+                // These are no steps: the request continues from the handoff.
+                Event::PrefillEnded(_) | Event::Dropped => return,
+            },
+        );
     }
 
     /// Records the end of the request. Only the first call has an effect.
-    pub(crate) fn record_end(&self, status: u16, outcome: Option<Outcome>) {
+    pub(crate) fn record_end(&self, status: u16, outcome: Option<Outcome>, now: Time) {
         let mut steps = self.lock_steps();
         if steps.end.is_none() {
-            steps.end = Some(ExplanationEnd { after: self.begun.elapsed(), status, outcome });
+            steps.end = Some(ExplanationEnd { after: now.since(self.begun), status, outcome });
         }
     }
 
-    fn record(&self, step: Step) {
+    fn record(&self, now: Time, step: Step) {
         let mut steps = self.lock_steps();
         if steps.steps.len() == STEPS_MAX {
             steps.left_out += 1;
         } else {
-            steps.steps.push((self.begun.elapsed(), step));
+            steps.steps.push((now.since(self.begun), step));
         }
     }
 
@@ -241,7 +250,7 @@ mod tests {
 
     fn begin(ring: &ExplanationHistory, id: &str, client: Option<&'static str>) -> Option<Arc<Explanation>> {
         let client = client.map(HeaderValue::from_static);
-        ring.begin(&RequestId::new(id).expect("an id"), client.as_ref(), "/v1/completions", "m")
+        ring.begin(&RequestId::new(id).expect("an id"), client.as_ref(), "/v1/completions", "m", Time(0))
     }
 
     #[test]
@@ -271,9 +280,9 @@ mod tests {
         let ring = ExplanationHistory::new(1);
         let explanation = begin(&ring, "a", None).expect("it is kept");
         for _ in 0..STEPS_MAX + 3 {
-            explanation.record_event(&Event::Exhausted, &[]);
+            explanation.record_event(&Event::Exhausted, &[], Time(0));
         }
-        explanation.record_event(&Event::Dropped, &[]);
+        explanation.record_event(&Event::Dropped, &[], Time(0));
         let steps = explanation.lock_steps();
         assert_eq!((steps.steps.len(), steps.left_out), (STEPS_MAX, 3));
     }

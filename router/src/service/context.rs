@@ -97,8 +97,7 @@ impl RequestContext {
 
     /// The start of the request, as an [`Instant`] for deadlines.
     pub(super) fn began(&self) -> Instant {
-        let now = Instant::now();
-        now.checked_sub(self.shared.now().since(self.begun)).unwrap_or(now)
+        self.shared.instant(self.begun)
     }
 
     /// The deadline of one step: `step_ms` from now, but no later than the end of the whole request.

@@ -139,6 +139,7 @@ impl ClientService {
                 let owner = context.request_owner();
                 let headers = &session.req_header().headers;
                 let request = read(dialect, body, headers, &context.generation, owner.as_ref())?;
+                let request = Box::new(request);
                 race(session, pin!(context.limit(&request))).await??;
                 context.accounting.passed = !dialect.generates();
                 match self.ask(session, context, request).await {
@@ -155,12 +156,12 @@ impl ClientService {
         &self,
         session: &mut Session,
         context: &mut RequestContext,
-        mut request: ClientRequest,
+        mut request: Box<ClientRequest>,
     ) -> Result<(), RequestError> {
         if context.generation.models.tokenizer(&request.model).is_some() {
             // Boxed, because the response would keep its memory.
-            let ids = Box::pin(request.tokenize(&context.generation.models));
-            if let Err(gone) = race(session, ids).await {
+            let mut ids = Box::pin(request.tokenize(&context.generation.models));
+            if let Err(gone) = race(session, ids.as_mut()).await {
                 context.client.permit.iter_mut().for_each(Permit::return_tokens);
                 return Err(gone.into());
             }
@@ -213,7 +214,7 @@ impl ClientService {
         }
         let answer = answer?;
         let resume_state =
-            transcript.map(|transcript| Box::new(resume::ResumeState::new(transcript, request)));
+            transcript.map(|transcript| Box::new(resume::ResumeState::new(transcript, *request)));
         context.client.body_bytes = None;
         let timeouts = StreamTimeouts { silence: bounds.stream_silence, deadline: until };
         context.accounting.status = response::relay(
@@ -246,7 +247,7 @@ impl ClientService {
         let model = generation.models.named(name.as_deref())?;
         let Some(support) = generation.models.messages(model) else { return Ok(true) };
         let authorization = session.req_header().headers.get(AUTHORIZATION).cloned();
-        Ok(race(session, support.is_native(&model.decode, authorization.as_ref())).await?)
+        Ok(race(session, pin!(support.is_native(&model.decode, authorization.as_ref()))).await?)
     }
 
     /// Identifies the client; `None` without `auth`. The client's credentials are removed here, so no engine or log

@@ -201,11 +201,12 @@ pub(crate) async fn relay(
         pump.relay_stream(head).await?;
     } else if has_begun {
         // The engine's response is no stream.
-        pump.end_with_error(StreamError::EngineDied, &FrameBuffer::default()).await?;
+        Box::pin(pump.end_with_error(StreamError::EngineDied, &FrameBuffer::default())).await?;
         return Ok(200);
     } else {
         pump.session.send_comments(None);
-        pump.relay_buffered(head).await?;
+        // Boxed, so that a stream has no memory for it.
+        Box::pin(pump.relay_buffered(head)).await?;
     }
     Ok(status)
 }

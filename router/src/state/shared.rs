@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::SystemTime;
+use std::time::{Instant, SystemTime};
 
 use baton_connector::{RequestId, Time};
 use hyper::header::HeaderValue;
@@ -252,6 +252,11 @@ impl Shared {
     /// The current time on the clock of the exchanges.
     pub(crate) fn now(&self) -> Time {
         self.clock.now()
+    }
+
+    /// A time of this clock, for timers.
+    pub(crate) fn instant(&self, time: Time) -> Instant {
+        self.clock.instant(time)
     }
 }
 

@@ -1,5 +1,6 @@
 //! Another decode engine for the rest of a response whose engine failed.
 
+use std::pin::pin;
 use std::sync::Arc;
 
 use baton_connector::exchange::{Attempt, Event};
@@ -10,7 +11,7 @@ use serde_json::{Map, Value};
 use super::ExchangeDriver;
 use super::decode::{DecodeOutcome, DecodeRequest, DecodeResponse, HandoffAfterError};
 use crate::client::disconnect::race;
-use crate::client::session::{ClientGone, Session};
+use crate::client::session::Session;
 use crate::engines::http::{Engine, EngineRequest};
 use crate::engines::protocol::{LegOrder, Link};
 use crate::exchange::client_request::ClientRequest;
@@ -64,11 +65,8 @@ impl ExchangeDriver {
             }
             let engine = Arc::clone(reserved.engine());
             tried.push(Arc::clone(&engine));
-            let engine_request = match race(session, self.continuation_request(&engine, request, &rest)).await
-            {
-                Ok(engine_request) => engine_request,
-                Err(ClientGone) => return Err(self.cancel()),
-            };
+            let built = race(session, pin!(self.continuation_request(&engine, request, &rest))).await;
+            let Ok(engine_request) = built else { return Err(self.cancel()) };
             let Some(engine_request) = engine_request else { continue };
             let body = engine_request.body.clone();
             let plain_body = || without_usage(&body);

@@ -1,5 +1,6 @@
 //! The decode leg: attempts at decode engines, all with the same handoff, and one recomputation of the prompt.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -192,20 +193,21 @@ impl ExchangeDriver {
         let first_byte = bounds.decode_first_byte.saturating_add(tail_time);
         let accepted = || self.apply(Event::DecodeAccepted(attempt));
         // An engine that has refused the usage option gets the plain body.
-        let refuses_usage = engine.usage_option.is_taken() == Some(false);
         let plain_request = decode_request
             .plain_body
-            .filter(|_| refuses_usage)
+            .filter(|_| engine.usage_option.is_taken() == Some(false))
             .map(|plain| EngineRequest { body: plain(), ..decode_request.request.clone() });
         let (engine_request, plain_body) = match &plain_request {
             Some(plain_request) => (plain_request, None),
             None => (&decode_request.request, decode_request.plain_body),
         };
-        let response = decode::ask(&engine, engine_request, first_byte, probe_interval, plain_body, accepted);
-        let response = unless_failed(tail.as_mut(), response);
-        let Ok(result) = race(session, response).await else {
-            return Err(self.cancel());
+        let result = {
+            let response =
+                decode::ask(&engine, engine_request, first_byte, probe_interval, plain_body, accepted);
+            let response = pin!(response);
+            race(session, pin!(unless_failed(tail.as_mut(), response))).await
         };
+        let Ok(result) = result else { return Err(self.cancel()) };
         let result = match result {
             Ok(result) => result.with_clients_model(&self.model),
             Err(fault) => return Ok(self.fail_after_lease(attempt, fault)),

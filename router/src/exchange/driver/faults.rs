@@ -7,6 +7,7 @@
 //! A response head shows that the engines that failed before it were at fault. Only a completed response shows this for
 //! an engine that broke off.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -133,7 +134,7 @@ impl ExchangeDriver {
         let pause = retries::pause(tried, random::fraction(), terms);
         self.retry.permit = Some(permit);
         self.shared.metrics.count_retry(leg);
-        if !pause.is_zero() && race(session, tokio::time::sleep(pause)).await.is_err() {
+        if !pause.is_zero() && race(session, pin!(tokio::time::sleep(pause))).await.is_err() {
             return Err(self.cancel());
         }
         Ok(true)

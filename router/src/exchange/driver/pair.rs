@@ -1,7 +1,7 @@
 //! Both legs at once, for protocols whose engines exchange the blocks by themselves. A failed leg ends the other one,
 //! and the next attempt is a new pair under a new id.
 
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -95,7 +95,7 @@ impl ExchangeDriver {
             return Ok(false);
         };
         let engine = Arc::clone(reserved.engine());
-        if race(session, engine.learn_protocol()).await.is_err() {
+        if race(session, pin!(engine.learn_protocol())).await.is_err() {
             return Err(self.cancel());
         }
         self.protocol = engine.protocol();
@@ -314,10 +314,8 @@ impl ExchangeDriver {
         let call = PrefillCall::start(pair.prefill.0, prefill.load, prefill_request);
         let call = self.prefill.call.insert(call);
         // A decode engine without its prefill would wait for minutes.
-        let unsent = match race(session, call.wait_until_sent()).await {
-            Err(ClientGone) => return Err(self.cancel()),
-            Ok(unsent) => unsent,
-        };
+        let unsent = race(session, pin!(call.wait_until_sent())).await;
+        let Ok(unsent) = unsent else { return Err(self.cancel()) };
         if let Some(result) = unsent
             && let Some(outcome) = self.end_prefill_of_pair(&pair, Ok(result))?
         {
@@ -356,11 +354,12 @@ impl ExchangeDriver {
         let engine = Arc::clone(&pair.decode.1);
         let PairTimeouts { first_byte, prefill: PrefillTimeouts { probe_interval, .. }, .. } = times;
         let response = decode::ask(&engine, decode_request, first_byte, probe_interval, None, || ());
-        let mut response = std::pin::pin!(response);
+        let mut response = pin!(response);
         loop {
             let call = self.prefill.call.as_mut();
             let next = next_event(call, response.as_mut(), &pair.prefill.1, times);
-            match race(session, next).await {
+            let event = race(session, pin!(next)).await;
+            match event {
                 Err(ClientGone) => return Err(self.cancel()),
                 Ok(PairEvent::Prefill(prefilled)) => {
                     if let Some(outcome) = self.end_prefill_of_pair(&pair, prefilled)? {
@@ -399,8 +398,11 @@ impl ExchangeDriver {
         }
         let Some(call) = self.prefill.call.as_mut() else { return Ok(None) };
         let PrefillTimeouts { silence, probe_interval, .. } = timeouts;
-        let answer = wait_while_alive(&pair.prefill.1, probe_interval, silence, call.receive_response());
-        match race(session, answer).await {
+        let answer = {
+            let answer = pin!(call.receive_response());
+            race(session, pin!(wait_while_alive(&pair.prefill.1, probe_interval, silence, answer))).await
+        };
+        match answer {
             Err(ClientGone) => Err(self.cancel()),
             Ok(prefilled) => self.end_prefill_of_pair(pair, prefilled),
         }
@@ -424,7 +426,7 @@ impl ExchangeDriver {
     ) -> Result<Option<[EngineRequest; 2]>, RequestError> {
         // The port of the bootstrap server may not be known yet.
         for engine in [prefill.engine(), decode.engine()] {
-            if race(session, engine.learn_protocol()).await.is_err() {
+            if race(session, pin!(engine.learn_protocol())).await.is_err() {
                 return Err(self.cancel());
             }
         }
@@ -583,11 +585,10 @@ async fn next_event(
         }));
     };
     let PrefillTimeouts { silence, probe_interval, .. } = times.prefill;
+    let answer = pin!(call.receive_response());
     tokio::select! {
         biased;
-        prefilled = wait_while_alive(prefill, probe_interval, silence, call.receive_response()) => {
-            PairEvent::Prefill(prefilled)
-        }
+        prefilled = wait_while_alive(prefill, probe_interval, silence, answer) => PairEvent::Prefill(prefilled),
         decoded = response => PairEvent::Decode(decoded),
     }
 }

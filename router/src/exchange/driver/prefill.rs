@@ -1,5 +1,6 @@
 //! The prefill leg: attempts at prefill engines, until one answers with a handoff or without one.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -201,8 +202,11 @@ impl ExchangeDriver {
         let attempt = self.attempts.add(Leg::Prefill, &engine);
         self.apply(Event::PrefillSent(attempt));
         let call = self.prefill.call.insert(PrefillCall::start(attempt, load, engine_request.clone()));
-        let response = wait_while_alive(&engine, probe_interval, silence, call.receive_response());
-        let result = match race(session, response).await {
+        let response = {
+            let response = pin!(call.receive_response());
+            race(session, pin!(wait_while_alive(&engine, probe_interval, silence, response))).await
+        };
+        let result = match response {
             Err(ClientGone) => return Err(self.cancel()),
             Ok(Err(error)) => {
                 self.suspect_turn(&engine);

@@ -4,6 +4,7 @@
 //! other's capacity, because no request waits for a prefill engine that also decodes for the same model: a waiting
 //! request may hold that capacity. Such engines count as full at once.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -225,7 +226,8 @@ impl ExchangeDriver {
             find(now.models.named(Some(&self.model.name)).unwrap_or(&self.model), Detail::Choices)
         };
         let queue = self.model.queue(leg);
-        race(session, queue.enter(admission, options, &self.generation.config.queue, find_again)).await
+        let place = queue.enter(admission, options, &self.generation.config.queue, find_again);
+        race(session, pin!(place)).await
     }
 
     /// Searches an engine for a leg without waiting. `choose` makes one or more choices, each with the engines to
@@ -246,7 +248,7 @@ impl ExchangeDriver {
             reserved
         });
         if let (Some(explanation), Some(decision)) = (&self.explanation, last) {
-            explanation.record_choice(leg, decision);
+            explanation.record_choice(leg, decision, self.shared.now());
         }
         found
     }
@@ -299,7 +301,7 @@ impl ExchangeDriver {
         let inputs = self.disaggregation_inputs(request);
         let reason = self.disaggregation_reason(request, &inputs);
         if let Some(explanation) = &self.explanation {
-            explanation.record_disaggregation(reason, inputs);
+            explanation.record_disaggregation(reason, inputs, self.shared.now());
         }
         reason
     }

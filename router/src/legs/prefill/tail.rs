@@ -3,6 +3,7 @@
 //! other wait of the request. Dropping the tail closes the connection, which aborts the prefill.
 
 use std::fmt;
+use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -64,7 +65,8 @@ impl PrefillTail {
             let engine = Arc::clone(load.engine());
             let PrefillTimeouts { sent_at, silence, probe_interval } = timeouts;
             let left = silence.saturating_sub(sent_at.elapsed());
-            let read = wait_while_alive(&engine, probe_interval, left, read_to_end(reply)).await;
+            let read = pin!(read_to_end(reply));
+            let read = wait_while_alive(&engine, probe_interval, left, read).await;
             // Set once, here.
             let _ = end.set(Instant::now());
             let fault = match read {
@@ -152,11 +154,9 @@ async fn read_to_end(mut reply: Box<Reply>) -> Result<Option<WholeReply>, CallEr
 /// # Errors
 /// The prefill has failed, so the step cannot complete.
 ///
-/// # Cancel safety
-/// The same as that of `step`.
 pub(crate) async fn unless_failed<T>(
     tail: Option<&mut PrefillTail>,
-    step: impl Future<Output = T>,
+    step: Pin<&mut impl Future<Output = T>>,
 ) -> Result<T, Fault> {
     match tail {
         None => Ok(step.await),

@@ -16,6 +16,7 @@
 //! A prefill without a confirmed abort may run to its end. Its reply is therefore read for as long as a prefill may
 //! take. Such a reader occupies no settlement worker, and delays a shutdown by one attempt's timeout at most.
 
+use std::pin::pin;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -188,7 +189,10 @@ impl Settler {
         let settler = Arc::clone(self);
         let wait = async move {
             let engine = Arc::clone(call.engine());
-            let reply = wait_while_alive(&engine, WRITE_PROBE, WRITE_WAIT_MAX, call.receive_response()).await;
+            let reply = {
+                let reply = pin!(call.receive_response());
+                wait_while_alive(&engine, WRITE_PROBE, WRITE_WAIT_MAX, reply).await
+            };
             let attempt = call.attempt();
             drop(call);
             drop(waiting);

@@ -1,6 +1,7 @@
 //! The prefill half of a pair whose decode engine has begun its response: a task reads the rest of the prefill engine's
 //! reply. It outlives a completed request, and it aborts a prefill that falls silent.
 
+use std::pin::pin;
 use std::sync::{Arc, PoisonError};
 
 use baton_connector::exchange::{Event, Failure, Settlement};
@@ -52,10 +53,13 @@ impl Settler {
             }
         };
         let left = silence.saturating_sub(sent_at.elapsed());
-        let reply = tokio::select! {
-            biased;
-            reply = wait_while_alive(&engine, probe_interval, left, call.receive_response()) => Some(reply),
-            () = is_aborted => None,
+        let reply = {
+            let reply = pin!(call.receive_response());
+            tokio::select! {
+                biased;
+                reply = wait_while_alive(&engine, probe_interval, left, reply) => Some(reply),
+                () = is_aborted => None,
+            }
         };
         let attempt = call.attempt();
         let (event, params, mut unread) = match reply {

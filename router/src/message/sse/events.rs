@@ -230,8 +230,16 @@ pub(super) fn data(frame: &Frame, whole: &Bytes) -> Bytes {
 
 /// Whether there is a usage, a finish reason or an error that is not `null`.
 fn has_value(bytes: &[u8]) -> bool {
+    // Without `find_iter`, which copies the searcher: events are short.
     let has = |name: &Finder<'_>, is: fn(Option<&[u8]>) -> bool| {
-        name.find_iter(bytes).any(|at| is(value(&bytes[at + name.needle().len()..])))
+        let mut rest = bytes;
+        while let Some(at) = name.find(rest) {
+            rest = &rest[at + name.needle().len()..];
+            if is(value(rest)) {
+                return true;
+            }
+        }
+        false
     };
     has(&USAGE, |value| value.is_some_and(|value| !value.starts_with(b"null")))
         || has(&FINISH, |value| value.is_some_and(|value| value.starts_with(b"\"")))

@@ -2,7 +2,7 @@
 //! engine if one fails.
 
 use std::future::poll_fn;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -109,7 +109,8 @@ pub(super) struct ResponsePump<'a> {
 impl ResponsePump<'_> {
     pub(super) async fn relay_stream(&mut self, head: ResponseHeader) -> Result<(), RequestError> {
         // The head is sent with the first event, which has arrived.
-        self.commit(head, ResponseLength::Unknown).await?;
+        // Boxed, like the continuation: the wait for chunks lasts for minutes, and has no memory for its other steps.
+        Box::pin(self.commit(head, ResponseLength::Unknown)).await?;
         let mut frames = FrameBuffer::new(self.driver.progress.reading);
         loop {
             self.session.set_inside_event(frames.is_inside());
@@ -147,7 +148,7 @@ impl ResponsePump<'_> {
                 Ok(None) => StreamError::EngineDied,
                 Err(error) => error,
             };
-            match self.resume(error, &frames).await? {
+            match Box::pin(self.resume(error, &frames)).await? {
                 ResumeOutcome::Continues => frames = FrameBuffer::new(self.driver.progress.reading),
                 ResumeOutcome::Ended => return Ok(()),
             }
@@ -316,10 +317,10 @@ impl ResponsePump<'_> {
         // After the last byte the client is not watched: its next request is no disconnect.
         let Some(reply) = self.reply.as_mut().filter(|reply| !reply.is_ended()) else { return Ok(Ok(None)) };
         let idle = &mut self.idle;
-        let next = poll_fn(|context| match reply.poll_chunk(context) {
+        let next = pin!(poll_fn(|context| match reply.poll_chunk(context) {
             Poll::Ready(chunk) => Poll::Ready(Some(chunk)),
             Poll::Pending => idle.poll(context).map(|()| None),
-        });
+        }));
         match race(self.session, next).await {
             Err(ClientGone) => Err(self.driver.cancel()),
             Ok(None) if self.idle.is_past_deadline() => Ok(Err(StreamError::OutOfTime)),

@@ -3,6 +3,7 @@
 //! Hop-by-hop headers and routing headers are removed. Bodies of JSON lose the fields that choose engines and blocks, as
 //! on every other path. Each request has a connection of its own, which its client's disconnect closes.
 
+use std::pin::pin;
 use std::time::Duration;
 
 use baton_openai::{ApiError, Code, RawBody, path};
@@ -151,7 +152,7 @@ impl PassedRequest {
             silence: model.bounds.stream_silence,
         };
         let engine = &model.decode.members().first().expect("a rank has a decode engine").engine;
-        let sent = self.send(engine.url(), generation, &timeouts);
+        let sent = pin!(self.send(engine.url(), generation, &timeouts));
         let (response, _connection) = race(session, sent).await??;
         let status = response.status().as_u16();
         let (head, body) = response.into_parts();
@@ -237,7 +238,7 @@ async fn relay_body(
     silence: Duration,
 ) -> Result<(), RequestError> {
     loop {
-        match race(session, tokio::time::timeout(silence, body.frame())).await? {
+        match race(session, pin!(tokio::time::timeout(silence, body.frame()))).await? {
             Ok(Some(Ok(frame))) => {
                 if let Ok(piece) = frame.into_data() {
                     session.send(&piece, BodyPiece::Inner).await?;

@@ -56,7 +56,7 @@ impl ClientService {
             |name: Option<&str>| Ok(listener.model(&context.generation, rank, name, prefiller.as_deref()));
         let headers = &session.req_header().headers;
         let request = ClientRequest::read_for(dialect, body, headers, &context.generation, None, &find)?;
-        match self.ask(session, context, request).await {
+        match self.ask(session, context, Box::new(request)).await {
             Err(RequestError::Refused(refusal)) => {
                 let last = context.driver.as_ref().and_then(|driver| listener.last_leg(Some(driver)));
                 let refusal = gateway_error(refusal, last);
