@@ -40,12 +40,13 @@ pub use error::{ApiError, Challenge};
 pub use limits::{ParseLimits, Scope};
 pub use media::MediaCounts;
 pub use request::{
-    ChatInput, Endpoint, GenerateRequest, Input, Prompt, SamplingOptions, StreamOptions, ToolChoice,
+    ChatInput, Endpoint, GenerateRequest, Input, Prompt, PromptOptions, SamplingOptions, StreamOptions,
+    TokenRestrictions, ToolChoice, Truncation, TruncationSide,
 };
 pub use request::{DetokenizeRequest, TokenizeRequest};
 pub use response::{
-    ChoiceDelta, ChunkEncoder, Finish, FinishReason, FinishedChoice, ModelCard, ReplyHead, StopReason,
-    TokenLogprob, TopLogprob, Usage,
+    ChoiceDelta, ChunkEncoder, Finish, FinishReason, FinishedChoice, ModelCard, PromptTokenLogprob, ReplyHead,
+    StopReason, TokenLogprob, TopLogprob, Usage,
 };
 
 pub use raw::{RawBody, RequestOutline, strip};

@@ -13,6 +13,17 @@ pub const STOP_STRINGS_MAX: usize = 16;
 pub const STOP_STRING_BYTES_MAX: usize = 1024;
 /// Stop tokens of one request.
 pub const STOP_TOKENS_MAX: usize = 128;
+/// Words of `bad_words`, and their token sequences (vLLM's `VLLM_MAX_NUM_BAD_WORDS`): each is compared at each token.
+pub const BAD_WORDS_MAX: usize = 128;
+/// Bytes of one of them; none can be longer than its tokens.
+pub const BAD_WORD_BYTES_MAX: usize = 1024;
+/// Tokens of all sequences of `bad_words` together (vLLM's `VLLM_MAX_BAD_WORDS_TOTAL_TOKENS`).
+pub const BAD_WORD_TOKENS_MAX: usize = 1024;
+/// Entries of `allowed_token_ids`: as many as the largest vocabularies have.
+pub const ALLOWED_TOKENS_MAX: usize = 1 << 18;
+/// Log-probabilities of the prompts of one request: positions times alternatives, the token itself included. One takes
+/// about 70 bytes in a reply.
+pub const PROMPT_LOGPROBS_MAX: usize = 1 << 20;
 /// Alternatives per token (OpenAI's and vLLM's limit).
 pub const LOGPROBS_MAX: u32 = 20;
 /// Entries of `logit_bias` (OpenAI accepts 300, vLLM has no documented limit).

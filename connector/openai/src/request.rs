@@ -6,6 +6,8 @@
 
 mod chat;
 mod completion;
+mod prompt_options;
+mod restrictions;
 mod sampling;
 mod tokens;
 mod unsupported;
@@ -13,6 +15,8 @@ mod unsupported;
 pub use chat::{ChatInput, ToolChoice};
 pub(crate) use chat::{ROLES, TOOL_CALLS_MAX};
 pub use completion::Prompt;
+pub use prompt_options::{PromptOptions, Truncation, TruncationSide};
+pub use restrictions::TokenRestrictions;
 pub use sampling::SamplingOptions;
 pub use tokens::{DetokenizeRequest, TokenizeRequest};
 
@@ -81,6 +85,10 @@ pub struct GenerateRequest {
     pub min_tokens: u32,
     /// The sampling parameters.
     pub sampling: SamplingOptions,
+    /// The tokens that may be generated.
+    pub restrictions: TokenRestrictions,
+    /// Log-probabilities of the prompt, and its truncation.
+    pub prompt: PromptOptions,
     /// Texts that end the sequence.
     pub stop: Vec<String>,
     /// Tokens that end the sequence, in addition to EOS.
@@ -147,6 +155,10 @@ const SMALL_FIELDS: [&str; 31] = [
     "add_generation_prompt",
     "continue_final_message",
 ];
+
+/// Fields that only an engine reads. A router leaves their bounds to the engine.
+const ENGINE_FIELDS: [&str; 5] =
+    ["allowed_token_ids", "bad_words", "prompt_logprobs", "truncate_prompt_tokens", "truncation_side"];
 
 /// The input to continue.
 #[derive(Clone, Debug, PartialEq)]
@@ -215,7 +227,8 @@ impl GenerateRequest {
 
     /// Whether [`Self::outline`] reads a field with this name.
     pub(crate) fn reads(name: &str, scope: Scope) -> bool {
-        SMALL_FIELDS.contains(&name) || (scope == Scope::ThisEngine && unsupported::is_unsupported(name))
+        let of_this_engine = || ENGINE_FIELDS.contains(&name) || unsupported::is_unsupported(name);
+        SMALL_FIELDS.contains(&name) || (scope == Scope::ThisEngine && of_this_engine())
     }
 
     fn from_fields(
@@ -242,6 +255,8 @@ impl GenerateRequest {
             max_tokens,
             min_tokens: min_tokens(fields, max_tokens)?,
             sampling: SamplingOptions::read(fields, limits)?,
+            restrictions: TokenRestrictions::read(fields, limits)?,
+            prompt: PromptOptions::read(fields, stream, limits.scope)?,
             stop: stop(fields, limits.scope)?,
             stop_token_ids: stop_token_ids(fields, limits)?,
             include_stop_str_in_output: fields.boolean("include_stop_str_in_output")?.unwrap_or(false),

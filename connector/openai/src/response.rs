@@ -15,7 +15,7 @@ mod logprobs;
 mod models;
 mod stream;
 
-pub use logprobs::{TokenLogprob, TopLogprob};
+pub use logprobs::{PromptTokenLogprob, TokenLogprob, TopLogprob};
 pub use models::{DetokenizeReply, ModelCard, TokenizeReply, models};
 pub use stream::ChunkEncoder;
 
@@ -25,6 +25,7 @@ use serde_json::Value;
 
 use crate::request::Endpoint;
 use choice::Choice;
+use logprobs::PromptLogprobs;
 
 /// The common part of all chunks of a reply.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -131,6 +132,9 @@ pub struct FinishedChoice {
     pub token_ids: Option<Vec<u32>>,
     /// The tokens of the prompt, if requested.
     pub prompt_token_ids: Option<Vec<u32>>,
+    /// For each token of the prompt its log-probability and those of alternatives, if requested (`prompt_logprobs`). The
+    /// first token has none.
+    pub prompt_logprobs: Option<Vec<Vec<PromptTokenLogprob>>>,
 }
 
 /// The addition of one step to a choice.
@@ -173,13 +177,14 @@ impl ReplyHead {
             #[serde(skip_serializing_if = "Option::is_none")]
             prompt_token_ids: Option<&'a [u32]>,
             #[serde(skip_serializing_if = "Option::is_none")]
+            prompt_logprobs: Option<PromptLogprobs<'a>>,
+            #[serde(skip_serializing_if = "Option::is_none")]
             kv_transfer_params: Option<&'a Value>,
         }
-        let (object, prompt_token_ids) = match self.endpoint {
+        // A chat has one prompt, whose values stand beside the choices.
+        let (object, of_prompt) = match self.endpoint {
             Endpoint::Completions => ("text_completion", None),
-            Endpoint::Chat => {
-                ("chat.completion", choices.first().and_then(|choice| choice.prompt_token_ids.as_deref()))
-            }
+            Endpoint::Chat => ("chat.completion", choices.first()),
         };
         let reply = Reply {
             id: &self.id,
@@ -189,7 +194,10 @@ impl ReplyHead {
             choices: choices.iter().map(|choice| Choice::finished(self.endpoint, choice)).collect(),
             usage,
             system_fingerprint: self.system_fingerprint.as_deref(),
-            prompt_token_ids,
+            prompt_token_ids: of_prompt.and_then(|choice| choice.prompt_token_ids.as_deref()),
+            prompt_logprobs: of_prompt
+                .and_then(|choice| choice.prompt_logprobs.as_deref())
+                .map(PromptLogprobs),
             kv_transfer_params,
         };
         Bytes::from(json(&reply))

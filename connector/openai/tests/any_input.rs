@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use serde_json::{Number, Value, json};
 
 /// Every field that is read or refused, and two others.
-const FIELDS: [&str; 60] = [
+const FIELDS: [&str; 61] = [
     "model",
     "prompt",
     "messages",
@@ -61,6 +61,7 @@ const FIELDS: [&str; 60] = [
     "logits_processors",
     "prompt_logprobs",
     "truncate_prompt_tokens",
+    "truncation_side",
     "prompt_embeds",
     "audio",
     "modalities",
@@ -157,6 +158,9 @@ fn is_within_bounds(request: &GenerateRequest) -> Result<(), TestCaseError> {
     prop_assert!(wish.repetition_penalty.is_none_or(|x| x > 0.0 && x.is_finite()));
     prop_assert!(request.max_tokens.is_none_or(|max| request.min_tokens <= max));
     prop_assert!(request.logprobs.is_none_or(|top| top <= 20));
+    prop_assert!(request.prompt.logprobs.is_none_or(|top| top <= 20 && !request.stream));
+    prop_assert!(request.restrictions.allowed_token_ids.as_ref().is_none_or(|ids| !ids.is_empty()));
+    prop_assert!(request.restrictions.bad_words.iter().all(|word| !word.is_empty()));
     prop_assert!(request.stop.iter().all(|stop| !stop.is_empty()));
     Ok(())
 }

@@ -1,8 +1,8 @@
 //! Invalid input. Every case gets an error that names the problem, never a panic.
 
 use baton_openai::{
-    ApiError, DetokenizeRequest, Endpoint, GenerateRequest, Input, ParseLimits, Prompt, TokenizeRequest,
-    parse, parse_object,
+    ApiError, DetokenizeRequest, Endpoint, GenerateRequest, Input, ParseLimits, Prompt, PromptOptions,
+    TokenizeRequest, Truncation, TruncationSide, parse, parse_object,
 };
 use serde_json::{Value, json};
 
@@ -212,9 +212,6 @@ fn unsupported_fields_are_refused_by_name() {
         ("response_format", r#"{"type":"json_object"}"#),
         ("guided_json", "{}"),
         ("use_beam_search", "true"),
-        ("prompt_logprobs", "1"),
-        ("allowed_token_ids", "[1]"),
-        ("truncate_prompt_tokens", "5"),
     ] {
         refuses(with(field, value), Some(field), "not supported");
     }
@@ -235,6 +232,57 @@ fn unsupported_fields_are_refused_by_name() {
         Some("messages[0].content[0].type"),
         "`image_url`; this model reads text",
     );
+}
+
+#[test]
+fn restrictions_and_prompt_options_are_checked_with_vllms_bounds() {
+    for (field, value, param, words) in [
+        ("allowed_token_ids", "[]", "allowed_token_ids", "is empty"),
+        ("allowed_token_ids", "7", "allowed_token_ids", "an array of at most 262144"),
+        ("allowed_token_ids", "[1,-1]", "allowed_token_ids[1]", "a token id"),
+        ("bad_words", "\"x\"", "bad_words", "an array of at most 128"),
+        ("bad_words", r#"["x",""]"#, "bad_words[1]", "a string of 1 to 1024 bytes"),
+        ("prompt_logprobs", "21", "prompt_logprobs", "an integer from 0 to 20"),
+        ("prompt_logprobs", "-1", "prompt_logprobs", "an integer from 0 to 20"),
+        ("truncate_prompt_tokens", "-2", "truncate_prompt_tokens", "an integer from -1"),
+        ("truncate_prompt_tokens", "0", "truncate_prompt_tokens", "leaves no prompt"),
+        ("truncation_side", "\"middle\"", "truncation_side", "\"left\" or \"right\""),
+    ] {
+        refuses(with(field, value), Some(param), words);
+    }
+    let words = json!(vec!["x"; 129]).to_string();
+    refuses(with("bad_words", &words), Some("bad_words"), "at most 128");
+    let vocab = ParseLimits { vocab: Some(8), ..ParseLimits::default() };
+    let outside = parse(Endpoint::Completions, br#"{"prompt":"x","allowed_token_ids":[7,8]}"#, &vocab);
+    refuses(outside, Some("allowed_token_ids[1]"), "a token id from 0 to 7");
+    let streamed =
+        |top: u32| completions(&format!(r#"{{"prompt":"x","stream":true,"prompt_logprobs":{top}}}"#));
+    refuses(streamed(1), Some("prompt_logprobs"), "cannot be streamed");
+    assert_eq!(streamed(0).expect("as in vLLM").prompt.logprobs, None);
+
+    let request = completions(
+        r#"{"prompt":"x","allowed_token_ids":[3,5],"bad_words":["no"],"prompt_logprobs":2,
+            "truncate_prompt_tokens":-1,"truncation_side":"left"}"#,
+    )
+    .expect("sound");
+    assert_eq!(request.restrictions.allowed_token_ids, Some(vec![3, 5]));
+    assert_eq!(request.restrictions.bad_words, ["no"]);
+    let left = Truncation { tokens: None, side: Some(TruncationSide::Left) };
+    assert_eq!(request.prompt, PromptOptions { logprobs: Some(2), truncation: Some(left) });
+    let plain = with("truncate_prompt_tokens", "9").expect("sound").prompt.truncation;
+    assert_eq!(plain, Some(Truncation { tokens: Some(9), side: None }));
+}
+
+#[test]
+fn a_router_leaves_the_bounds_of_restrictions_to_engines() {
+    let limits = ParseLimits::of_any_engine(1 << 20);
+    let body = json!({
+        "prompt": "x", "allowed_token_ids": vec![1; 50_000], "bad_words": [""], "prompt_logprobs": -1,
+        "truncate_prompt_tokens": 0,
+    });
+    let request = parse(Endpoint::Completions, body.to_string().as_bytes(), &limits).expect("not read here");
+    assert_eq!(request.restrictions.allowed_token_ids, None);
+    assert_eq!(request.prompt, PromptOptions::default());
 }
 
 #[test]

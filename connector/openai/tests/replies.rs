@@ -2,8 +2,8 @@
 
 use baton_openai::response::{DetokenizeReply, TokenizeReply, models};
 use baton_openai::{
-    ChoiceDelta, Endpoint, Finish, FinishReason, FinishedChoice, ModelCard, ReplyHead, StopReason,
-    TokenLogprob, TopLogprob, Usage,
+    ChoiceDelta, Endpoint, Finish, FinishReason, FinishedChoice, ModelCard, PromptTokenLogprob, ReplyHead,
+    StopReason, TokenLogprob, TopLogprob, Usage,
 };
 use bytes::Bytes;
 use serde_json::{Value, json};
@@ -49,6 +49,7 @@ fn a_completion_in_one_piece_has_vllms_fields() {
         finish: stopped(Some(StopReason::Text("END".into()))),
         token_ids: Some(vec![5, 6]),
         prompt_token_ids: Some(vec![1, 2, 3]),
+        prompt_logprobs: None,
     };
     let kv = json!({"do_remote_prefill": true, "remote_block_ids": [[1]]});
     let reply = json_of(&head(Endpoint::Completions).full(&[choice], &USAGE, Some(&kv)));
@@ -81,6 +82,7 @@ fn a_chat_reply_in_one_piece_has_openais_fields() {
         finish: Finish { reason: FinishReason::Length, stop: None },
         token_ids: None,
         prompt_token_ids: None,
+        prompt_logprobs: None,
     };
     let usage = Usage { cached_tokens: None, ..USAGE };
     let reply = json_of(&head(Endpoint::Chat).full(&[choice], &usage, None));
@@ -152,6 +154,38 @@ fn a_completion_stream_has_no_role_and_goes_on_counting_offsets() {
 }
 
 #[test]
+fn prompt_logprobs_have_vllms_form_in_the_choice_or_beside_the_choices_of_a_chat() {
+    let entry =
+        |id, token: &str, logprob, rank| PromptTokenLogprob { id, token: token.into(), logprob, rank };
+    let choice = FinishedChoice {
+        index: 0,
+        text: "b".into(),
+        logprobs: None,
+        finish: stopped(None),
+        token_ids: None,
+        prompt_token_ids: None,
+        prompt_logprobs: Some(vec![
+            Vec::new(),
+            vec![entry(5, "a", -1.5, 3), entry(7, "\"", -0.25, 1)],
+            vec![entry(6, "c", f32::NEG_INFINITY, 9)],
+        ]),
+    };
+    let wanted = json!([
+        null,
+        {"5": {"logprob": -1.5, "rank": 3, "decoded_token": "a"},
+            "7": {"logprob": -0.25, "rank": 1, "decoded_token": "\""}},
+        {"6": {"logprob": -9999.0, "rank": 9, "decoded_token": "c"}},
+    ]);
+    let of = |endpoint| json_of(&head(endpoint).full(std::slice::from_ref(&choice), &USAGE, None));
+    let reply = of(Endpoint::Completions);
+    assert_eq!(reply["choices"][0]["prompt_logprobs"], wanted);
+    assert!(reply.get("prompt_logprobs").is_none());
+    let reply = of(Endpoint::Chat);
+    assert_eq!(reply["prompt_logprobs"], wanted);
+    assert!(reply["choices"][0].get("prompt_logprobs").is_none());
+}
+
+#[test]
 fn an_echoed_prompts_first_token_has_no_logprob() {
     let first = TokenLogprob { token: "a".into(), bytes: vec![97], logprob: None, top: Vec::new() };
     let choice = FinishedChoice {
@@ -161,6 +195,7 @@ fn an_echoed_prompts_first_token_has_no_logprob() {
         finish: stopped(None),
         token_ids: None,
         prompt_token_ids: None,
+        prompt_logprobs: None,
     };
     let reply = json_of(&head(Endpoint::Completions).full(&[choice], &USAGE, None));
     let logprobs = &reply["choices"][0]["logprobs"];

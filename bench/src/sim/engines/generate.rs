@@ -324,6 +324,7 @@ impl ActiveRequest<'_> {
                     finish: length(),
                     token_ids: None,
                     prompt_token_ids: None,
+                    prompt_logprobs: None,
                 };
                 let body = self.head.full(&[choice], &self.usage(words.len()), self.params(&end).as_ref());
                 self.write_reply(connection, &json(&body)).await

@@ -34,11 +34,7 @@ const BOTH: &[(&str, NeutralCheck)] = &[
     ("guided_grammar", NEVER),
     ("use_beam_search", FALSE),
     ("best_of", ONE),
-    ("allowed_token_ids", NEVER),
-    ("bad_words", EMPTY),
     ("logits_processors", EMPTY),
-    ("prompt_logprobs", NEVER),
-    ("truncate_prompt_tokens", NEVER),
 ];
 const COMPLETIONS: &[(&str, NeutralCheck)] = &[("suffix", EMPTY), ("prompt_embeds", EMPTY)];
 const CHAT: &[(&str, NeutralCheck)] = &[

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::logprobs::Logprobs;
+use super::logprobs::{Logprobs, PromptLogprobs};
 use super::{ChoiceDelta, Finish, FinishReason, FinishedChoice, StopReason};
 use crate::request::Endpoint;
 
@@ -19,6 +19,8 @@ pub(super) struct Choice<'a> {
     token_ids: Option<&'a [u32]>,
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt_token_ids: Option<&'a [u32]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<PromptLogprobs<'a>>,
 }
 
 #[derive(Serialize)]
@@ -46,8 +48,8 @@ struct Delta<'a> {
 
 impl<'a> Choice<'a> {
     pub(super) fn finished(endpoint: Endpoint, choice: &'a FinishedChoice) -> Self {
-        let (body, prompt_token_ids) = match endpoint {
-            Endpoint::Completions => (Body::Text(&choice.text), choice.prompt_token_ids.as_deref()),
+        let (body, of_prompt) = match endpoint {
+            Endpoint::Completions => (Body::Text(&choice.text), Some(choice)),
             Endpoint::Chat => {
                 (Body::Message(Message { role: "assistant", content: &choice.text, refusal: () }), None)
             }
@@ -59,7 +61,10 @@ impl<'a> Choice<'a> {
             finish_reason: Some(choice.finish.reason),
             stop_reason: Some(choice.finish.stop.as_ref()),
             token_ids: choice.token_ids.as_deref(),
-            prompt_token_ids,
+            prompt_token_ids: of_prompt.and_then(|choice| choice.prompt_token_ids.as_deref()),
+            prompt_logprobs: of_prompt
+                .and_then(|choice| choice.prompt_logprobs.as_deref())
+                .map(PromptLogprobs),
         }
     }
 
@@ -76,6 +81,7 @@ impl<'a> Choice<'a> {
             stop_reason: delta.finish.map(|finish| finish.stop.as_ref()),
             token_ids: delta.token_ids,
             prompt_token_ids,
+            prompt_logprobs: None,
         }
     }
 
@@ -88,6 +94,7 @@ impl<'a> Choice<'a> {
             stop_reason: None,
             token_ids: None,
             prompt_token_ids: None,
+            prompt_logprobs: None,
         }
     }
 }

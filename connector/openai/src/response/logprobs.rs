@@ -31,6 +31,19 @@ pub struct TopLogprob {
     pub logprob: f32,
 }
 
+/// A token of the prompt, or an alternative to it, with its log-probability.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PromptTokenLogprob {
+    /// The token.
+    pub id: u32,
+    /// Its text.
+    pub token: String,
+    /// Natural logarithm.
+    pub logprob: f32,
+    /// 1 for the most likely token.
+    pub rank: u32,
+}
+
 /// Tokens of one choice or delta, for the form of the endpoint.
 pub(super) enum Logprobs<'a> {
     Completions { tokens: &'a [TokenLogprob], text_offset: usize },
@@ -123,4 +136,34 @@ impl Serialize for ChatTokens<'_> {
 
 fn alternative(top: &TopLogprob) -> ChatToken<'_> {
     ChatToken { token: &top.token, logprob: finite(top.logprob), bytes: &top.bytes, top_logprobs: None }
+}
+
+/// `prompt_logprobs`, as in vLLM: an object from token id to value for each token of the prompt, `null` for the first.
+pub(super) struct PromptLogprobs<'a>(pub(super) &'a [Vec<PromptTokenLogprob>]);
+
+struct PromptPosition<'a>(&'a [PromptTokenLogprob]);
+
+#[derive(serde::Serialize)]
+struct PromptEntry<'a> {
+    logprob: f32,
+    rank: u32,
+    decoded_token: &'a str,
+}
+
+impl Serialize for PromptLogprobs<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let positions = self.0.iter().map(|tokens| (!tokens.is_empty()).then_some(PromptPosition(tokens)));
+        serializer.collect_seq(positions)
+    }
+}
+
+impl Serialize for PromptPosition<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(Some(self.0.len()))?;
+        for PromptTokenLogprob { id, token, logprob, rank } in self.0 {
+            let entry = PromptEntry { logprob: finite(*logprob), rank: *rank, decoded_token: token };
+            map.serialize_entry(&id.to_string(), &entry)?;
+        }
+        map.end()
+    }
 }

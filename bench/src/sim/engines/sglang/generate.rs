@@ -245,6 +245,7 @@ impl<'a> SglangExchange<'a> {
                     finish: Finish { reason, stop: None },
                     token_ids: None,
                     prompt_token_ids: None,
+                    prompt_logprobs: None,
                 };
                 self.head(endpoint).full(&[choice], &self.usage(number), None).to_vec()
             }
