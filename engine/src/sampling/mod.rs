@@ -1,9 +1,12 @@
 //! Choosing the next token from a row of logits.
 //!
 //! ```text
-//!  logits ─▶ bias ─▶ min_tokens mask ─▶ penalties ─▶ temperature ─▶ min-p ─▶ top-k ─▶ top-p ─▶ draw(seed, position)
+//!  logits ─▶ mask, exclusions ─▶ bias ─▶ penalties ─▶ temperature ─▶ min-p ─▶ top-k ─▶ top-p ─▶ draw(seed, position)
 //!     └────▶ log-probabilities, when asked for: of the model's own distribution (vLLM's `raw_logprobs`)
 //! ```
+//!
+//! [`SamplingRow`] is one row of a step, for every device. A device draws the rows that need only their logits
+//! ([`SamplingRow::draw`]). The host chooses the tokens of the other rows, and only their logits are copied.
 //!
 //! The order is vLLM's. As there, top-k keeps all tokens that equal the k-th best. Of the tokens that equal the last of
 //! top-p, the ones with the lowest ids stay.
@@ -19,13 +22,17 @@
 //! makes padding improbable. An engine that leaves it out would differ from both on models where it is not. A caller
 //! can exclude padding with a shorter row.
 
+mod exclusions;
 mod exp;
 mod logprobs;
+mod mask;
 mod params;
 mod penalties;
 mod select;
 pub mod stop;
 
+pub use exclusions::TokenExclusions;
+pub use mask::TokenMask;
 pub use params::SamplingParams;
 pub use penalties::TokenCounts;
 
@@ -57,12 +64,12 @@ pub struct Draw {
 }
 
 impl Draw {
-    /// The draw for one position. `None` if more than the row is needed: log-probabilities, bias, masks, penalties.
+    /// The draw for one position. `None` if more than the row is needed: log-probabilities, bias, exclusions, penalties.
     #[must_use]
     pub fn of(params: &SamplingParams, position: TokenPosition) -> Option<Self> {
-        let masked = position.generated < params.min_tokens && !params.masked_before_min.is_empty();
+        let excludes = params.exclusions.apply_at(position.generated);
         let plain = params.logprobs.is_none() && params.logit_bias.is_empty() && !params.has_penalties();
-        (plain && !masked).then(|| Self {
+        (plain && !excludes).then(|| Self {
             temperature: params.temperature,
             top_k: params.top_k,
             top_p: params.top_p,
@@ -75,6 +82,43 @@ impl Draw {
     #[must_use]
     pub fn is_greedy(&self) -> bool {
         self.temperature < params::GREEDY_BELOW
+    }
+}
+
+/// Everything but its logits that the token of one row depends on. The same for every device.
+#[derive(Clone, Copy, Debug)]
+pub struct SamplingRow<'a> {
+    /// The parameters of its request.
+    pub params: &'a SamplingParams,
+    /// The counts of its tokens, for penalties.
+    pub counts: &'a TokenCounts,
+    /// Its generated tokens, for bad words.
+    pub output: &'a [u32],
+    /// The position of the token.
+    pub position: TokenPosition,
+    /// The only tokens that a grammar allows here; `None` for all.
+    pub mask: Option<&'a TokenMask>,
+}
+
+impl SamplingRow<'_> {
+    /// The draw, if a device can choose the token from the row of logits alone.
+    #[must_use]
+    pub fn draw(&self) -> Option<Draw> {
+        Draw::of(self.params, self.position).filter(|_| self.mask.is_none())
+    }
+
+    /// Chooses the token. Log-probabilities are those before mask, exclusions, bias and penalties.
+    ///
+    /// # Errors
+    /// [`NoCandidate`].
+    pub fn sample(&self, logits: &[f32], scratch: &mut SamplingScratch) -> Result<SampledToken, NoCandidate> {
+        let mut adjusted = std::mem::take(&mut scratch.adjusted);
+        let row = adjust(logits, self, &mut adjusted);
+        let token = choose(row, self.params, self.position, scratch);
+        scratch.adjusted = adjusted;
+        let token = token.ok_or(NoCandidate { entries: logits.len() })?;
+        let wanted = self.params.logprobs.map(|top| logprobs(logits, token, top as usize, scratch));
+        Ok(SampledToken { token, logprobs: wanted })
     }
 }
 
@@ -116,7 +160,7 @@ pub struct SamplingScratch {
     maxima: Vec<f32>,
 }
 
-/// Chooses a token.
+/// Chooses a token without a mask and without generated tokens before it, as [`SamplingRow::sample`].
 ///
 /// # Errors
 /// [`NoCandidate`].
@@ -127,16 +171,16 @@ pub fn sample(
     position: TokenPosition,
     scratch: &mut SamplingScratch,
 ) -> Result<SampledToken, NoCandidate> {
-    let mut adjusted = std::mem::take(&mut scratch.adjusted);
-    let row = adjust(logits, params, counts, position, &mut adjusted);
-    let token = choose(row, params, position, scratch);
-    scratch.adjusted = adjusted;
-    let token = token.ok_or(NoCandidate { entries: logits.len() })?;
-    let wanted = params.logprobs.map(|top| logprobs(logits, token, top as usize, scratch));
-    Ok(SampledToken { token, logprobs: wanted })
+    SamplingRow { params, counts, output: &[], position, mask: None }.sample(logits, scratch)
 }
 
-/// Log-probability of a given token (of an echoed prompt), with alternatives.
+/// Whether any token of a row of logits could be chosen, if nothing were excluded.
+#[must_use]
+pub fn has_candidate(logits: &[f32]) -> bool {
+    select::argmax(logits).is_some()
+}
+
+/// Log-probability of a given token (of a prompt), with alternatives.
 #[must_use]
 pub fn logprobs_of(logits: &[f32], token: u32, top: u32, scratch: &mut SamplingScratch) -> SampledLogprobs {
     logprobs(logits, token, top as usize, scratch)
@@ -152,7 +196,8 @@ pub fn distribution(
 ) -> Vec<(u32, f64)> {
     let mut scratch = SamplingScratch::default();
     let mut adjusted = Vec::new();
-    let row = adjust(logits, params, counts, position, &mut adjusted);
+    let whole = SamplingRow { params, counts, output: &[], position, mask: None };
+    let row = adjust(logits, &whole, &mut adjusted);
     let Some((best, max)) = select::argmax(row) else { return Vec::new() };
     if params.is_greedy() || max == f32::INFINITY {
         return vec![(best, 1.0)];
@@ -169,30 +214,22 @@ pub fn distribution(
     candidates.iter().map(|candidate| (candidate.id, f64::from(candidate.weight) / total)).collect()
 }
 
-/// The row after bias, mask and penalties: the logits themselves if there are none.
-fn adjust<'a>(
-    logits: &'a [f32],
-    params: &SamplingParams,
-    counts: &TokenCounts,
-    position: TokenPosition,
-    adjusted: &'a mut Vec<f32>,
-) -> &'a [f32] {
-    let masked = position.generated < params.min_tokens && !params.masked_before_min.is_empty();
-    if params.logit_bias.is_empty() && !masked && !params.has_penalties() {
+/// The logits after mask, exclusions, bias and penalties: the logits themselves if there are none.
+fn adjust<'a>(logits: &'a [f32], row: &SamplingRow<'_>, adjusted: &'a mut Vec<f32>) -> &'a [f32] {
+    let SamplingRow { params, counts, output, position, mask } = *row;
+    let excludes = params.exclusions.apply_at(position.generated);
+    if mask.is_none() && !excludes && params.logit_bias.is_empty() && !params.has_penalties() {
         return logits;
     }
     adjusted.clear();
     adjusted.extend_from_slice(logits);
+    if let Some(mask) = mask {
+        mask.apply(adjusted);
+    }
+    params.exclusions.apply(output, position.generated, adjusted);
     for (id, bias) in &params.logit_bias {
         if let Some(logit) = adjusted.get_mut(*id as usize) {
             *logit += bias;
-        }
-    }
-    if masked {
-        for id in &params.masked_before_min {
-            if let Some(logit) = adjusted.get_mut(*id as usize) {
-                *logit = f32::NEG_INFINITY;
-            }
         }
     }
     counts.penalize(params, adjusted);

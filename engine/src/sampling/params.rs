@@ -2,6 +2,7 @@
 
 use baton_openai::GenerateRequest;
 
+use super::exclusions::TokenExclusions;
 use crate::model::generation::GenerationDefaults;
 
 /// A temperature below this means greedy (vLLM's `_SAMPLING_EPS`).
@@ -28,10 +29,8 @@ pub struct SamplingParams {
     pub repetition_penalty: f32,
     /// Each token with the value that is added to its logit.
     pub logit_bias: Vec<(u32, f32)>,
-    /// Number of tokens before which `masked_before_min` cannot be chosen.
-    pub min_tokens: u32,
-    /// EOS and stop tokens.
-    pub masked_before_min: Vec<u32>,
+    /// Tokens that cannot be chosen.
+    pub exclusions: TokenExclusions,
     /// Number of alternatives with log-probabilities; `None`: no log-probabilities.
     pub logprobs: Option<u32>,
 }
@@ -49,8 +48,7 @@ impl Default for SamplingParams {
             presence_penalty: 0.0,
             repetition_penalty: 1.0,
             logit_bias: Vec::new(),
-            min_tokens: 0,
-            masked_before_min: Vec::new(),
+            exclusions: TokenExclusions::default(),
             logprobs: None,
         }
     }
@@ -59,7 +57,8 @@ impl Default for SamplingParams {
 impl SamplingParams {
     /// The request's values, then the model's, then OpenAI's (temperature 1, everything else off).
     ///
-    /// `eos` are the model's end-of-sequence tokens. `random_seed` is used if the request has no seed or the seed -1,
+    /// `eos` are the model's end-of-sequence tokens. The exclusions are those of `min_tokens` only: the others need the
+    /// tokenizer ([`TokenExclusions::resolve`]). `random_seed` is used if the request has no seed or the seed -1,
     /// as in vLLM.
     #[must_use]
     pub fn resolve(
@@ -79,9 +78,7 @@ impl SamplingParams {
             presence_penalty: wish.presence_penalty.unwrap_or(0.0),
             repetition_penalty: wish.repetition_penalty.or(defaults.repetition_penalty).unwrap_or(1.0),
             logit_bias: wish.logit_bias.clone(),
-            min_tokens: request.min_tokens,
-            // EOS is masked even if it ends nothing, as in vLLM.
-            masked_before_min: [eos, &request.stop_token_ids].concat(),
+            exclusions: TokenExclusions::before_min_tokens(request, eos),
             logprobs: request.logprobs,
         }
     }

@@ -7,6 +7,8 @@ use super::*;
 use crate::model::generation::GenerationDefaults;
 use crate::model::tests::fixture_files;
 
+mod order;
+
 const START: TokenPosition = TokenPosition { position: 0, generated: 0 };
 
 fn sampled(logits: &[f32], params: &SamplingParams) -> Result<SampledToken, NoCandidate> {
@@ -213,8 +215,9 @@ fn seeds_and_choices_draw_independently() {
 #[test]
 fn eos_and_stop_tokens_wait_for_min_tokens() {
     let logits = [9.0, 8.0, 1.0];
-    let params =
-        SamplingParams { min_tokens: 2, masked_before_min: vec![0, 1, 99], ..SamplingParams::default() };
+    let exclusions =
+        TokenExclusions { min_tokens: 2, before_min: vec![0, 1, 99], ..TokenExclusions::default() };
+    let params = SamplingParams { exclusions, ..SamplingParams::default() };
     let token = |generated| {
         let place = TokenPosition { position: 5, generated };
         sample(&logits, &params, &TokenCounts::default(), place, &mut SamplingScratch::default())
@@ -236,7 +239,9 @@ fn bias_and_penalties_move_logits_as_documented() {
     let mut counts = TokenCounts::new(&[0, 1]);
     [1, 2, 2].iter().for_each(|id| counts.push(*id));
     let mut adjusted = Vec::new();
-    let row = adjust(&[4.0, -1.0, 6.0, 1.0], &params, &counts, START, &mut adjusted);
+    let row =
+        SamplingRow { params: &params, counts: &counts, output: &[1, 2, 2], position: START, mask: None };
+    let row = adjust(&[4.0, -1.0, 6.0, 1.0], &row, &mut adjusted);
     assert_eq!(row, [2.0, -2.0 - 0.75, 3.0 - 1.25, 11.0]);
 }
 
@@ -281,8 +286,8 @@ fn a_request_wins_over_the_model_and_the_model_over_openai() {
     };
     let mine = resolve(r#","temperature":0,"top_k":-1,"seed":-3,"stop_token_ids":[9]"#, &defaults);
     assert_eq!((mine.temperature, mine.top_k, mine.top_p, mine.seed), (0.0, 0, 0.9, -3i64 as u64));
-    assert_eq!(mine.masked_before_min, [7, 9]);
-    assert_eq!(resolve(r#","ignore_eos":true"#, &defaults).masked_before_min, [7], "as in vLLM");
+    assert_eq!(mine.exclusions.before_min, [7, 9]);
+    assert_eq!(resolve(r#","ignore_eos":true"#, &defaults).exclusions.before_min, [7], "as in vLLM");
     let plain = resolve("", &GenerationDefaults::default());
     assert_eq!((plain.temperature, plain.top_k, plain.top_p, plain.seed), (1.0, 0, 1.0, 5));
     assert_eq!(
