@@ -182,6 +182,7 @@ impl Sim {
             follows: None,
             admitted_with_first: false,
             cache_salt: None,
+            prompt_logprobs: None,
         }
     }
 

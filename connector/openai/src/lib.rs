@@ -45,8 +45,8 @@ pub use request::{
 };
 pub use request::{DetokenizeRequest, TokenizeRequest};
 pub use response::{
-    ChoiceDelta, ChunkEncoder, Finish, FinishReason, FinishedChoice, ModelCard, PromptTokenLogprob, ReplyHead,
-    StopReason, TokenLogprob, TopLogprob, Usage,
+    ChoiceDelta, ChunkEncoder, Finish, FinishReason, FinishedChoice, ModelCard, PromptTokenLogprob,
+    ReplyHead, StopReason, TokenLogprob, TopLogprob, Usage,
 };
 
 pub use raw::{RawBody, RequestOutline, strip};

@@ -275,6 +275,13 @@ impl GenerateRequest {
         })
     }
 
+    /// Number of alternatives with the log-probabilities of the prompt's tokens, for `prompt_logprobs` and for `echo`
+    /// with `logprobs`; `None` for none.
+    #[must_use]
+    pub fn prompt_logprobs(&self) -> Option<u32> {
+        self.prompt.logprobs.max(self.logprobs.filter(|_| self.echo))
+    }
+
     /// Sequences of the request: prompts × n.
     #[must_use]
     pub fn sequences(&self) -> usize {

@@ -197,6 +197,7 @@ fn submission_mail(
         follows: None,
         admitted_with_first: false,
         cache_salt: None,
+        prompt_logprobs: None,
     };
     let submission = Submission {
         sequence,

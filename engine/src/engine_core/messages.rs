@@ -8,7 +8,7 @@ use baton_connector::{EngineId, Handoff};
 use tokio::sync::mpsc::Sender;
 
 use crate::engine_core::fetch_target::FetchTarget;
-use crate::sampling::{SampledToken, SamplingParams};
+use crate::sampling::{SampledLogprobs, SampledToken, SamplingParams};
 use crate::scheduler::Refusal;
 use crate::scheduler::sequence::{FinishReason, NewSequence};
 
@@ -40,6 +40,8 @@ pub enum SeqEvent {
     Started {
         /// That many.
         cached: usize,
+        /// The log-probabilities of the prompt's tokens but the first, if the sequence wants them.
+        prompt_logprobs: Vec<SampledLogprobs>,
     },
     /// The prompt is being computed, and its blocks can be read as they become final. Sent at most once, before all
     /// other events.

@@ -12,6 +12,7 @@
 //! - A lease is opened only for a reply that has a reader. If the reader has left, the core releases the lease in the
 //!   same step.
 
+mod deadlock;
 mod device;
 mod early_aborts;
 mod env;
@@ -20,14 +21,16 @@ pub mod fetch_target;
 mod leasing;
 pub mod mailbox;
 mod messages;
+mod prompt_scores;
 mod sampler;
 pub mod status;
 
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::{Duration, Instant};
 
-use baton_connector::fetch::{Event, ReleaseReason};
+use baton_connector::fetch::ReleaseReason;
 use baton_connector::ledger::ClosedLease;
 use baton_connector::limits::DRAIN_DEADLINE;
 use baton_connector::{BlockId, RequestId};
@@ -39,7 +42,8 @@ pub use self::env::{CoreEvent, EngineEnv};
 use self::events::PendingFree;
 use self::leasing::EarlyLease;
 pub use self::messages::{ProducerAddress, SeqEnd, SeqEvent, Submission};
-use self::sampler::Sampler;
+use self::prompt_scores::PromptScores;
+use self::sampler::{RowOutcome, Sampler};
 use crate::blocks::digests::{DigestPage, DigestRequest, page_blocks};
 use crate::blocks::pool::BlockUsage;
 use crate::compute::{Executor, LogitsRequest, SeqStep};
@@ -47,7 +51,7 @@ use crate::engine_core::fetch_target::FetchTarget;
 use crate::engine_core::mailbox::{LegFilter, MailBatch};
 use crate::log_span::request_span;
 use crate::offload::{OffloadFault, OffloadReport};
-use crate::sampling::{Draw, SamplingParams, TokenCounts, TokenPosition};
+use crate::sampling::{SamplingParams, TokenCounts, TokenPosition};
 use crate::scheduler::sequence::{FinishReason, Purpose, SeqId, Sequence};
 use crate::scheduler::{Effect, FinishOutcome, Refusal, Scheduler, SchedulerLoad, StepPart};
 
@@ -73,6 +77,8 @@ struct LiveSequence {
     early: Option<EarlyLease>,
     /// The event log has the start of its computation.
     start_emitted: bool,
+    /// The log-probabilities of its prompt, if requested.
+    prompt_scores: Option<PromptScores>,
 }
 
 /// See the module's documentation.
@@ -148,31 +154,6 @@ impl<S: EngineEnv> EngineCore<S> {
         (plan, acted || broke_up)
     }
 
-    /// Breaks a deadlock of an engine that serves both legs. Such an engine can wait for blocks that only leases
-    /// hold. The consumers of those leases may wait for blocks here, or on an engine that waits for this one. After
-    /// [`DRAIN_DEADLINE`] the engine gives up its first handoff. The producer then frees the blocks, and a sequence
-    /// can proceed.
-    fn break_deadlock(&mut self, idle: bool) -> bool {
-        if !(idle && self.scheduler.waits_for_leases()) {
-            self.stalled_since = None;
-            return false;
-        }
-        let now = self.env.now();
-        let since = *self.stalled_since.get_or_insert(now);
-        if now.saturating_duration_since(since) < DRAIN_DEADLINE {
-            return false;
-        }
-        self.stalled_since = None;
-        let Some(id) = self.scheduler.first_waiting_consumer() else { return false };
-        tracing::warn!(
-            parent: request_span!(self.request_of(id)), event = "handoff_deadlock_broken", seq = id.0,
-            "handoff given up: leases hold all blocks and no sequence can proceed"
-        );
-        self.scheduler.fetch_event(id, Event::LeaseGone);
-        self.carry_out_effects();
-        true
-    }
-
     /// Runs the forward pass of a plan. False when the device has failed; every request has then been ended.
     ///
     /// Meanwhile the device polls `settled` for leases that have ended. Their blocks are free, and `freed` is
@@ -184,18 +165,20 @@ impl<S: EngineEnv> EngineCore<S> {
             .iter()
             .map(|part| {
                 let sequence = sequences.get(&part.id).expect("a planned sequence is known");
-                let draw = || Draw::of(&live.get(&part.id)?.sampling, token_position(sequence));
+                let draw = || live.get(&part.id)?.sampling_row(sequence).draw();
                 SeqStep {
                     tokens: &sequence.tokens()[part.start..part.start + part.count],
                     start: part.start,
                     block_table: sequence.blocks(),
                     logits: match part.samples {
+                        _ if sequence.scores_prompt(part.start, part.count) => LogitsRequest::All,
                         true => draw().map_or(LogitsRequest::Last, LogitsRequest::Draw),
                         false => LogitsRequest::No,
                     },
                 }
             })
             .collect();
+        self.sampler.expect_rows(&batch);
         // A panic in the bookkeeping is an error of the core, not of the device that calls it.
         let mut mistake = None;
         let mut meanwhile = || {
@@ -217,38 +200,33 @@ impl<S: EngineEnv> EngineCore<S> {
     /// Records the results of a forward pass. `mail` arrived during the pass: abort wins over finish.
     pub fn finish_step(&mut self, plan: &[StepPart], mail: MailBatch) {
         self.take_in(mail);
-        let mut row = 0;
-        for part in plan {
-            let values = part.samples.then(|| {
-                row += 1;
-                row - 1
-            });
-            self.commit(part, values);
+        for (part, rows) in plan.iter().zip(self.sampler.take_rows()) {
+            self.commit(part, rows);
         }
     }
 
-    /// Records one planned part and sends its events.
-    fn commit(&mut self, part: &StepPart, row: Option<usize>) {
+    /// Records one planned part, whose logits are in `rows`, and sends its events.
+    fn commit(&mut self, part: &StepPart, rows: Range<usize>) {
         self.emit_computed(part);
         let Some(live) = self.live.get_mut(&part.id) else { return };
+        let sequence = self.scheduler.sequence(part.id).expect("live sequences are known");
+        let (prompt, (cached, fetched)) = (sequence.prompt_len(), sequence.reused());
+        let row = part.samples.then(|| rows.end - 1);
+        if let Some(scores) = &mut live.prompt_scores
+            && sequence.scores_prompt(part.start, part.count)
+        {
+            self.sampler.score(scores, rows, part.start, &sequence.tokens()[..prompt]);
+        }
         let Some(row) = row else {
             self.scheduler.commit(part, None);
             self.grow(part.id);
             return;
         };
-        let sequence = self.scheduler.sequence(part.id).expect("live sequences are known");
-        let position = token_position(sequence);
-        let (prompt, (cached, fetched)) = (sequence.prompt_len(), sequence.reused());
-        let sampled = self.sampler.token_of(row, &live.sampling, &live.counts, position);
-        let Some(sampled) = sampled else {
-            tracing::error!(parent: request_span!(&live.request), event = "logits_invalid",
-                "logits row contains no number");
-            self.end_with(
-                part.id,
-                FinishReason::Error,
-                SeqEvent::Unavailable("the model produced no number"),
-            );
-            return;
+        let sampled = self.sampler.token_of(row, &live.sampling_row(sequence));
+        let sampled = match sampled {
+            RowOutcome::Token(sampled) => sampled,
+            RowOutcome::Excluded => return self.end_without_token(part),
+            RowOutcome::Invalid => return self.logits_invalid(part.id),
         };
         live.counts.push(sampled.token);
         let now = self.env.now();
@@ -256,9 +234,7 @@ impl<S: EngineEnv> EngineCore<S> {
             None => {
                 self.env.record(CoreEvent::FirstToken { after: now - live.arrived, prompt, cached, fetched });
                 self.env.emit(&live.request, live.index, RequestEvent::FirstToken);
-                let cached = live.target.as_ref().map_or(cached, |target| target.cached);
-                // If its front end has left, sending the token fails too.
-                let _ = live.outbox.try_send((live.index, SeqEvent::Started { cached }));
+                live.send_started(cached);
             }
             Some(last) => self.env.record(CoreEvent::NextToken(now - last)),
         }
@@ -366,6 +342,7 @@ impl<S: EngineEnv> EngineCore<S> {
             return;
         }
         let counts = TokenCounts::for_params(&sampling, &sequence.prompt);
+        let prompt_scores = PromptScores::of(&sequence);
         let prompt_len = sequence.prompt.len();
         let queued = events::queued(&sequence, tag.clone());
         if let Err((_, refusal)) = self.scheduler.submit(sequence) {
@@ -395,6 +372,7 @@ impl<S: EngineEnv> EngineCore<S> {
             last_token,
             early,
             start_emitted,
+            prompt_scores,
         };
         self.live.insert(id, live);
     }

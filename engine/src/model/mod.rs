@@ -7,6 +7,7 @@ pub mod files;
 pub mod generation;
 pub mod identity;
 pub mod tokenizer;
+pub mod truncation;
 pub mod weights;
 
 pub use files::{FileBytes, ModelFiles};

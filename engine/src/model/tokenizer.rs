@@ -110,13 +110,19 @@ impl Tokenizer {
         special: SpecialTokens,
         max_tokens: usize,
     ) -> Result<Vec<u32>, EncodeError> {
-        let max_bytes = max_tokens.saturating_mul(self.pieces.longest);
+        let max_bytes = self.max_bytes(max_tokens);
         if text.len() > max_bytes {
             return Err(EncodeError::TooLong { bytes: text.len(), max_bytes, max_tokens });
         }
         let encoded = self.inner.encode_fast(text, special == SpecialTokens::Add);
         let encoded = encoded.map_err(|error| EncodeError::Refused(error.to_string()))?;
         Ok(encoded.get_ids().to_vec())
+    }
+
+    /// Bytes of the longest text of so many tokens.
+    #[must_use]
+    pub fn max_bytes(&self, tokens: usize) -> usize {
+        tokens.saturating_mul(self.pieces.longest)
     }
 
     /// Decodes tokens. Ids without a token are left out.

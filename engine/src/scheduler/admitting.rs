@@ -91,6 +91,7 @@ impl Scheduler {
                 Admission::Run(count) => {
                     self.waiting.remove(at);
                     self.admitted.running.push(id);
+                    let count = self.chunk(id, planned, count);
                     if count > 0 {
                         planned.push(self.part(id, count));
                         *budget -= count;
@@ -142,7 +143,8 @@ impl Scheduler {
         // At least one token is computed, so that there are logits to sample from. If the prompt is leased, that
         // token belongs to the prompt: no other sequence has the last block of a lease.
         let computed_here = if sequence.is_producer() { sequence.prompt_len } else { sequence.tokens.len() };
-        let matchable = (computed_here - 1) / block_tokens;
+        // Positions whose logits are wanted are computed too.
+        let matchable = (computed_here - 1).min(sequence.reuse.scoring.reusable()) / block_tokens;
         let chain = &sequence.blocks.hashes[..matchable.min(sequence.blocks.hashes.len())];
         let prefix = self.pool.match_prefix(chain);
         let in_tiers = self.offload.as_ref().map_or(0, |offload| offload.prefix_len(&chain[prefix.len()..]));

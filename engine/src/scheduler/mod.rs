@@ -46,6 +46,10 @@ use crate::blocks::pool::{BlockPool, BlockUsage, Hold};
 use crate::offload::{OffloadCounts, OffloadOrder};
 use crate::scheduler::sequence::{FinishReason, NewSequence, Phase, Purpose, SeqId, Sequence};
 
+/// Rows of logits of one step for log-probabilities of prompts: 39 MB for a vocabulary of 152,000. A step with more
+/// would hold as many rows as tokens, and wait for the host to read them.
+const SCORED_ROWS_MAX: usize = 64;
+
 /// The scheduler's bounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SchedulerConfig {
@@ -246,7 +250,7 @@ impl Scheduler {
             self.ignored += 1;
             return None;
         };
-        sequence.computed = part.start + part.count;
+        sequence.advance(part.start + part.count);
         self.register(part.id);
         let sequence = self.sequences.get_mut(&part.id).expect("it was there just now");
         sequence.tokens.push(sampled?);
@@ -423,17 +427,29 @@ impl Scheduler {
         }
         for at in 0..self.admitted.running.len() {
             let id = self.admitted.running[at];
-            let count = self.sequences[&id].uncomputed().min(*budget);
-            if count == 0 {
+            if *budget == 0 {
                 break;
             }
-            if self.sequences[&id].uncomputed() > 1 {
+            let count = self.chunk(id, planned, *budget);
+            if self.sequences[&id].uncomputed() > 1 && count > 0 {
                 // It has all of its blocks since its admission.
                 planned.push(self.part(id, count));
                 *budget -= count;
             }
         }
         preempted
+    }
+
+    /// Tokens of a sequence's next chunk, at most `budget`. Rows of logits for log-probabilities of prompts are bounded
+    /// over the step.
+    fn chunk(&self, id: SeqId, planned: &[StepPart], budget: usize) -> usize {
+        let sequence = &self.sequences[&id];
+        let count = sequence.uncomputed().min(budget);
+        if !sequence.scores_prompt(sequence.computed, count) {
+            return count;
+        }
+        let rows = |part: &StepPart| self.sequences[&part.id].reuse.scoring.rows(part.start, part.count);
+        count.min(SCORED_ROWS_MAX.saturating_sub(planned.iter().map(rows).sum()))
     }
 
     fn part(&mut self, id: SeqId, count: usize) -> StepPart {

@@ -3,7 +3,6 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use baton_connector::RequestId;
 use baton_connector::fetch::{Event, Fetch, LoadFailurePolicy, Verification};
 use proptest::prelude::*;
 
@@ -13,6 +12,7 @@ use crate::offload::{HostSlot, LoadSource, OffloadFault, OffloadReport};
 use crate::scheduler::sequence::StopRule;
 
 const BLOCK: usize = 4;
+const ROOMY: TierConfig = TierConfig { host_blocks: 16, disk_blocks: 0 };
 const CONFIG: SchedulerConfig = SchedulerConfig {
     block_tokens: BLOCK,
     max_num_seqs: 8,
@@ -20,18 +20,18 @@ const CONFIG: SchedulerConfig = SchedulerConfig {
     max_waiting: 64,
     max_model_len: 256,
 };
-const ROOMY: TierConfig = TierConfig { host_blocks: 16, disk_blocks: 0 };
 
 fn new(id: u64, prompt: &[u32], max_new: usize, purpose: Purpose) -> NewSequence {
     NewSequence {
         id: SeqId(id),
-        request: RequestId::new(&format!("r{id}")).expect("a test id"),
+        request: baton_connector::RequestId::new(&format!("r{id}")).expect("a test id"),
         prompt: prompt.to_vec(),
         stop: StopRule { max_new, stop_ids: vec![], min_new: 0 },
         purpose,
         follows: None,
         admitted_with_first: false,
         cache_salt: None,
+        prompt_logprobs: None,
     }
 }
 

@@ -68,6 +68,8 @@ pub struct NewSequence {
     pub admitted_with_first: bool,
     /// Separates this tenant's prefix cache from all others.
     pub cache_salt: Option<Box<str>>,
+    /// Number of alternatives with the log-probabilities of the prompt's tokens; `None` for none.
+    pub prompt_logprobs: Option<u32>,
 }
 
 /// The phase of a sequence.
@@ -129,7 +131,7 @@ impl SequenceBlocks {
     }
 }
 
-/// Tokens of a prompt that were not computed for its request.
+/// Tokens of a prompt that were not computed for its request, and those that must be.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct PromptReuse {
     /// From the prefix cache or from a tier, before the first preemption.
@@ -137,6 +139,39 @@ pub(crate) struct PromptReuse {
     /// From a prefill engine.
     pub(crate) fetched: usize,
     preempted: bool,
+    /// Positions that may not be skipped, because their logits are wanted.
+    pub(crate) scoring: PromptScoring,
+}
+
+/// The positions of a prompt whose logits are wanted, for the log-probabilities of the tokens after them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct PromptScoring {
+    /// The first position whose logits are still missing.
+    done: usize,
+    /// The position after the last wanted one; 0 if none is wanted.
+    end: usize,
+}
+
+impl PromptScoring {
+    /// For the log-probabilities of all tokens of a prompt but the first.
+    fn of(prompt_len: usize, prompt_logprobs: Option<u32>) -> Self {
+        Self { done: 0, end: if prompt_logprobs.is_some() { prompt_len - 1 } else { 0 } }
+    }
+
+    /// Rows of logits of a chunk: all of its positions, if those of any are missing.
+    pub(crate) fn rows(self, start: usize, count: usize) -> usize {
+        if start < self.end && start + count > self.done { count } else { 0 }
+    }
+
+    /// Positions that may be taken from a cache: those before the first whose logits are missing.
+    pub(crate) fn reusable(self) -> usize {
+        if self.done < self.end { self.done } else { usize::MAX }
+    }
+
+    /// The logits of the positions before `computed` are known.
+    fn advance(&mut self, computed: usize) {
+        self.done = self.done.max(computed);
+    }
 }
 
 impl PromptReuse {
@@ -182,7 +217,10 @@ impl Sequence {
             tokens: new.prompt,
             prompt_len,
             computed: 0,
-            reuse: PromptReuse::default(),
+            reuse: PromptReuse {
+                scoring: PromptScoring::of(prompt_len, new.prompt_logprobs),
+                ..PromptReuse::default()
+            },
             blocks: SequenceBlocks::new(new.cache_salt),
             phase: Phase::Waiting,
             connectors: connectors_of(&new.purpose),
@@ -215,6 +253,18 @@ impl Sequence {
     #[must_use]
     pub fn reused(&self) -> (usize, usize) {
         (self.reuse.cached, self.reuse.fetched)
+    }
+
+    /// Whether the logits of all positions of a chunk are wanted, for the log-probabilities of the prompt.
+    #[must_use]
+    pub fn scores_prompt(&self, start: usize, count: usize) -> bool {
+        self.reuse.scoring.rows(start, count) > 0
+    }
+
+    /// The KV of its first `computed` tokens is in its blocks, and the logits were available.
+    pub(crate) fn advance(&mut self, computed: usize) {
+        self.computed = computed;
+        self.reuse.scoring.advance(computed);
     }
 
     /// Tokens whose KV is not in its blocks.

@@ -26,6 +26,7 @@ fn new(id: u64, prompt: &[u32], max_new: usize, purpose: Purpose) -> NewSequence
         follows: None,
         admitted_with_first: false,
         cache_salt: None,
+        prompt_logprobs: None,
     }
 }
 

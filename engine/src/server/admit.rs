@@ -6,6 +6,7 @@ use std::time::Instant;
 use baton_connector::RequestId;
 use baton_connector::fetch::Fetch;
 use baton_connector_leases::event_log;
+use baton_openai::limits::PROMPT_LOGPROBS_MAX;
 use baton_openai::{ApiError, Code, GenerateRequest, Input};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
@@ -17,7 +18,7 @@ use crate::blocks::hash::prompt_fingerprint;
 use crate::engine_core::{SeqEvent, Submission};
 use crate::run::options::Role;
 use crate::run::rank::RequestGuard;
-use crate::sampling::SamplingParams;
+use crate::sampling::{SamplingParams, TokenExclusions};
 use crate::scheduler::sequence::{NewSequence, Purpose, SeqId};
 
 /// A request whose sequences are ready to be queued.
@@ -43,13 +44,11 @@ pub(super) fn admit(
 ) -> Result<AdmittedRequest, ApiError> {
     let model = &frontend.model;
     model.check_name(request.model.as_deref())?;
-    if request.echo && (request.logprobs.is_some() || request.max_tokens == Some(0)) {
-        let message = "`echo` with `logprobs` or with `max_tokens` 0 is not supported by this engine";
-        return Err(ApiError::invalid("echo", message));
-    }
     check_sequences(request, request_guard.mailbox.submissions_max())?;
-    let prompts = model.encode(&request.input, request.add_special_tokens)?;
+    let prompts = model.prompts(request)?;
     check_intent(frontend, request, &prompts, intent)?;
+    check_prompt_logprobs(request, &prompts)?;
+    let exclusions = TokenExclusions::resolve(request, &model.eos, &model.tokenizer, model.vocab)?;
     let mut most = 0;
     for prompt in &prompts {
         most = most.max(model.check_prompt(request, prompt)?);
@@ -74,7 +73,7 @@ pub(super) fn admit(
             // Without a seed no two sequences draw alike: choices count up from this one.
             let random_seed = random_seed.wrapping_add(u64::from(at as u32) << 32);
             let sampling = SamplingParams::resolve(request, &model.defaults, &model.eos, random_seed);
-            let sampling = sampling.for_choice(choice);
+            let sampling = SamplingParams { exclusions: exclusions.clone(), ..sampling }.for_choice(choice);
             let sequence = NewSequence {
                 id: SeqId(frontend.next_sequence.fetch_add(1, Ordering::Relaxed)),
                 request: id.clone(),
@@ -85,6 +84,8 @@ pub(super) fn admit(
                 follows: leader,
                 admitted_with_first: index > 0,
                 cache_salt: request.cache_salt.as_deref().map(Into::into),
+                // The other choices have the same prompt.
+                prompt_logprobs: request.prompt_logprobs().filter(|_| choice == 0),
             };
             leader = leader.or(Some(sequence.id));
             let outbox: Sender<_> = outbox.clone();
@@ -93,6 +94,22 @@ pub(super) fn admit(
         }
     }
     Ok(AdmittedRequest { submissions, events, prompts, handoff: None, request_guard })
+}
+
+/// Refuses requests whose reply would hold too many log-probabilities of prompts.
+fn check_prompt_logprobs(request: &GenerateRequest, prompts: &[Vec<u32>]) -> Result<(), ApiError> {
+    let Some(top) = request.prompt_logprobs() else { return Ok(()) };
+    let tokens: usize = prompts.iter().map(Vec::len).sum();
+    let entries = tokens.saturating_mul(top as usize + 1);
+    if entries <= PROMPT_LOGPROBS_MAX {
+        return Ok(());
+    }
+    let field = if request.prompt.logprobs.is_some() { "prompt_logprobs" } else { "echo" };
+    let message = format!(
+        "{tokens} tokens of prompts with {top} alternatives are {entries} log-probabilities; at most \
+         {PROMPT_LOGPROBS_MAX} are computed"
+    );
+    Err(ApiError::invalid(field, message))
 }
 
 /// Refuses requests that the queue can never take, before tokenizing: with 429 they would be retried forever.
@@ -132,6 +149,12 @@ fn check_intent(
             Code::KvUnsupported,
             format!("a handoff is of one prompt, this request has {}", prompts.len()),
         ),
+        TransferIntent::Produce { .. } | TransferIntent::Consume(_)
+            if request.prompt_logprobs().is_some() =>
+        {
+            let what = "log-probabilities of a prompt are computed where its tokens are generated";
+            refuse(Code::KvUnsupported, format!("{what}, without a handoff"))
+        }
         TransferIntent::Produce { .. } if request.n != 1 => {
             refuse(Code::KvUnsupported, format!("a handoff is of one sequence, `n` is {}", request.n))
         }

@@ -9,8 +9,8 @@ use super::guard::SequenceGuard;
 use crate::engine_core::SeqEnd;
 use crate::model::detokenizer::Detokenizer;
 use crate::model::tokenizer::{DecodeMode, Tokenizer};
-use crate::sampling::SampledToken;
 use crate::sampling::stop::{MatchedStop, StopMatcher};
+use crate::sampling::{SampledLogprobs, SampledToken};
 use crate::scheduler::sequence::{FinishReason, NewSequence, SeqId, StopRule};
 
 /// A growing choice.
@@ -73,20 +73,8 @@ impl Choice {
         }
         let token = sampled.token;
         self.tokens.push(token);
-        let logprob = sampled.logprobs.map(|logprobs| TokenLogprob {
-            token: self.tokenizer.text(token).into_owned(),
-            bytes: self.tokenizer.bytes(token).to_vec(),
-            logprob: Some(logprobs.logprob),
-            top: logprobs
-                .top
-                .iter()
-                .map(|(id, logprob)| TopLogprob {
-                    token: self.tokenizer.text(*id).into_owned(),
-                    bytes: self.tokenizer.bytes(*id).to_vec(),
-                    logprob: *logprob,
-                })
-                .collect(),
-        });
+        let logprob =
+            sampled.logprobs.map(|found| token_logprob(&self.tokenizer, token, Some(&found), usize::MAX));
         let mut piece = ChoiceUpdate { token: Some(token), logprob, ..ChoiceUpdate::default() };
         if !self.include_stop && self.rule.stops_at(token, self.tokens.len()) {
             // The end follows. The token counts, but its text does not belong to the answer (as in vLLM).
@@ -126,6 +114,26 @@ impl Choice {
         let stop = last.filter(|id| self.stop_token_ids.contains(id)).map(StopReason::Token);
         self.finish = Some(Finish { reason, stop });
         ChoiceUpdate { text, finish: self.finish.clone(), ..ChoiceUpdate::default() }
+    }
+}
+
+/// A token with its log-probability and at most `top` alternatives. The first token of a prompt has none.
+pub(super) fn token_logprob(
+    tokenizer: &Tokenizer,
+    token: u32,
+    found: Option<&SampledLogprobs>,
+    top: usize,
+) -> TokenLogprob {
+    let alternative = |(id, logprob): &(u32, f32)| TopLogprob {
+        token: tokenizer.text(*id).into_owned(),
+        bytes: tokenizer.bytes(*id).to_vec(),
+        logprob: *logprob,
+    };
+    TokenLogprob {
+        token: tokenizer.text(token).into_owned(),
+        bytes: tokenizer.bytes(token).to_vec(),
+        logprob: found.map(|found| found.logprob),
+        top: found.into_iter().flat_map(|found| &found.top).take(top).map(alternative).collect(),
     }
 }
 

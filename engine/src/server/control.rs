@@ -182,7 +182,7 @@ pub(super) async fn answer(
 pub(super) fn tokenize(frontend: &Frontend, body: &[u8]) -> Result<Reply, ApiError> {
     let request = TokenizeRequest::from_map(&parse_object(body, &frontend.limits)?, &frontend.limits)?;
     frontend.model.check_name(request.model.as_deref())?;
-    let mut prompts = frontend.model.encode(&request.input, request.add_special_tokens)?;
+    let mut prompts = frontend.model.encode(&request.input, request.add_special_tokens, None)?;
     let tokens = prompts.pop().ok_or_else(|| ApiError::invalid("prompt", "there is no prompt"))?;
     let spelled = |id: &u32| frontend.model.tokenizer.spelling(*id).unwrap_or_default();
     let token_strs = request.return_token_strs.then(|| tokens.iter().map(spelled).collect());

@@ -4,6 +4,7 @@
 //! and an envelope, never a broken stream.
 
 mod early;
+mod prompt_logprobs;
 mod stream;
 
 use std::convert::Infallible;
@@ -37,6 +38,7 @@ use crate::engine_core::{SeqEvent, Submission};
 use crate::model::tokenizer::DecodeMode;
 use crate::run::random::random_bytes;
 use crate::run::rank::DpRank;
+use crate::sampling::SampledLogprobs;
 use crate::scheduler::Refusal;
 use crate::scheduler::sequence::Purpose;
 
@@ -52,6 +54,8 @@ pub(super) struct GenerateTask {
     guard: SequenceGuard,
     choices: Vec<Choice>,
     prompts: Vec<Vec<u32>>,
+    /// The log-probabilities of each prompt, once it is computed, if requested.
+    prompt_scores: Vec<Vec<SampledLogprobs>>,
     usage: TokenUsage,
     handoff: Option<Box<Handoff>>,
     open: usize,
@@ -224,6 +228,7 @@ impl GenerateTask {
             head,
             events,
             choices,
+            prompt_scores: vec![Vec::new(); prompts.len()],
             prompts,
             usage,
             handoff: None,
@@ -246,11 +251,16 @@ impl GenerateTask {
                 self.handoff = Some(handoff);
                 return Ok(GenerateProgress::EarlyHandoff);
             }
-            SeqEvent::Started { cached } => {
+            SeqEvent::Started { cached, prompt_logprobs } => {
                 // The choices of one prompt share it: it is counted once, like the prompt.
-                self.usage.reused += if index % self.request.n == 0 { cached } else { 0 };
+                if index % self.request.n == 0 {
+                    self.usage.reused += cached;
+                    self.prompt_scores[(index / self.request.n) as usize] = prompt_logprobs;
+                }
                 None
             }
+            // Only the echo is wanted.
+            SeqEvent::Token(_) if self.request.max_tokens == Some(0) => None,
             SeqEvent::Token(sampled) => {
                 let piece = choice.token(sampled, &mut self.guard);
                 self.usage.completion += usize::from(piece.is_some());
@@ -288,10 +298,16 @@ impl GenerateTask {
             }
             progress = self.next().await?;
         }
-        let wants_logprobs = self.request.logprobs.is_some();
         let mut finished = Vec::with_capacity(texts.len());
         for (index, (text, logprobs)) in texts.into_iter().zip(logprobs).enumerate() {
-            let prompt = &self.prompts[index / self.request.n as usize];
+            let at = index / self.request.n as usize;
+            let (prompt, scores) = (&self.prompts[at], &self.prompt_scores[at]);
+            let tokenizer = &self.frontend.model.tokenizer;
+            let own = |top| prompt_logprobs::prompt_logprobs(tokenizer, prompt, scores, top);
+            let with_prompt = |top| match self.request.echo {
+                true => [prompt_logprobs::echoed_tokens(tokenizer, prompt, scores, top), logprobs].concat(),
+                false => logprobs,
+            };
             let choice = &mut self.choices[index];
             finished.push(FinishedChoice {
                 index: index as u32,
@@ -300,10 +316,11 @@ impl GenerateTask {
                 } else {
                     text
                 },
-                logprobs: wants_logprobs.then_some(logprobs),
+                logprobs: self.request.logprobs.map(with_prompt),
                 finish: choice.finish.take().expect("every choice has ended"),
                 token_ids: self.request.return_token_ids.then(|| std::mem::take(&mut choice.tokens)),
                 prompt_token_ids: self.request.return_token_ids.then(|| prompt.clone()),
+                prompt_logprobs: self.request.prompt.logprobs.map(own),
             });
         }
         let bytes = self.head.full(&finished, &self.usage.usage(), self.params().as_ref());

@@ -9,6 +9,7 @@ use baton_openai::{ApiError, Code, Endpoint, GenerateRequest, Input, ModelCard, 
 use crate::model::chat_template::ChatTemplate;
 use crate::model::generation::GenerationDefaults;
 use crate::model::tokenizer::{SpecialTokens, Tokenizer};
+use crate::model::truncation::PromptCut;
 use crate::scheduler::sequence::StopRule;
 
 /// The served model.
@@ -50,14 +51,33 @@ impl ServedModel {
         }
     }
 
-    /// A request's prompts as tokens. `add_special` replaces the default for special tokens.
-    pub(super) fn encode(&self, input: &Input, add_special: Option<bool>) -> Result<Vec<Vec<u32>>, ApiError> {
+    /// The prompts of a request to generate, as tokens, truncated if requested.
+    pub(super) fn prompts(&self, request: &GenerateRequest) -> Result<Vec<Vec<u32>>, ApiError> {
+        let cut = |truncation| PromptCut::of(truncation, self.capacity, &self.tokenizer);
+        let cut = request.prompt.truncation.map(cut).transpose()?;
+        let prompts = self.encode(&request.input, request.add_special_tokens, cut)?;
+        Ok(match cut {
+            Some(cut) => prompts.into_iter().map(|prompt| cut.apply(prompt)).collect(),
+            None => prompts,
+        })
+    }
+
+    /// Prompts as tokens. `add_special` replaces the default for special tokens. With a `cut`, only the part of a text
+    /// that can stay is encoded.
+    pub(super) fn encode(
+        &self,
+        input: &Input,
+        add_special: Option<bool>,
+        cut: Option<PromptCut>,
+    ) -> Result<Vec<Vec<u32>>, ApiError> {
+        let most = self.tokenizer.max_bytes(self.capacity);
         let text = |text: &str, field: &str, default: SpecialTokens| {
             let special = match add_special {
                 None => default,
                 Some(true) => SpecialTokens::Add,
                 Some(false) => SpecialTokens::AsWritten,
             };
+            let text = cut.map_or(text, |cut| cut.text(text, most));
             let tokens = self.tokenizer.encode(text, special, self.capacity);
             tokens.map_err(|error| {
                 ApiError::invalid(field, error.to_string()).with_code(Code::ContextLengthExceeded)
@@ -103,7 +123,8 @@ impl ServedModel {
     /// Tokens to generate: the request's limit, the model's default, or the rest of the context.
     fn max_new(&self, request: &GenerateRequest, prompt_len: usize) -> usize {
         let left = self.capacity.saturating_sub(prompt_len);
-        let wish = request.max_tokens.map(|max| max as usize);
+        // Without a new token there are no logits of the prompt's last position: one is generated and left out.
+        let wish = request.max_tokens.map(|max| max.max(1) as usize);
         wish.unwrap_or_else(|| match request.endpoint {
             Endpoint::Completions => left.min(COMPLETIONS_MAX_TOKENS_DEFAULT as usize),
             Endpoint::Chat => left.min(self.defaults.max_new_tokens.map_or(left, |max| max as usize)),
@@ -113,9 +134,10 @@ impl ServedModel {
     /// When the generation for a prompt stops.
     pub(super) fn stop_rule(&self, request: &GenerateRequest, prompt_len: usize) -> StopRule {
         let eos = if request.ignore_eos { &[][..] } else { &self.eos };
+        let nothing = request.max_tokens == Some(0);
         StopRule {
             max_new: self.max_new(request, prompt_len),
-            stop_ids: [eos, &request.stop_token_ids].concat(),
+            stop_ids: if nothing { Vec::new() } else { [eos, &request.stop_token_ids].concat() },
             min_new: request.min_tokens as usize,
         }
     }

@@ -9,6 +9,7 @@ use baton_openai::{ApiError, ChoiceDelta, ChunkEncoder, sse};
 use bytes::Bytes;
 use hyper::body::{Body, Frame};
 
+use super::prompt_logprobs::echoed_tokens;
 use super::{GenerateProgress, GenerateTask, echoed};
 use crate::server::choice::ChoiceUpdate;
 
@@ -18,6 +19,8 @@ pub(super) struct StreamBody {
     frames: VecDeque<Bytes>,
     /// Choices whose prompt tokens have been sent.
     prompt_named: Vec<bool>,
+    /// Choices whose echo waits for the log-probabilities of their prompt.
+    echo_due: Vec<bool>,
     /// The last frame is in `frames` or sent.
     complete: bool,
 }
@@ -26,32 +29,52 @@ impl StreamBody {
     pub(super) fn new(task: GenerateTask, first: GenerateProgress) -> Self {
         let chunks = task.head.chunks();
         let prompt_named = vec![false; task.choices.len()];
-        let mut body = Self { chunks, frames: VecDeque::new(), prompt_named, complete: false, task };
+        let echo_due = vec![task.request.echo && task.request.logprobs.is_some(); task.choices.len()];
+        let frames = VecDeque::new();
+        let mut body = Self { chunks, frames, prompt_named, echo_due, complete: false, task };
         body.open();
         body.show(first);
         body
     }
 
-    /// Sends roles and echoed prompts before the first token.
+    /// Sends roles, and the echoed prompts that wait for nothing, before the first token.
     fn open(&mut self) {
-        let request = &self.task.request;
         for index in 0..self.task.choices.len() {
+            let request = &self.task.request;
             let prompt = &self.task.prompts[index / request.n as usize];
             let ids = request.return_token_ids.then_some(prompt.as_slice());
             let role = self.chunks.role(index as u32, ids);
             self.prompt_named[index] = role.is_some();
             self.frames.extend(role);
-            if request.echo {
-                let text = echoed(&self.task.frontend, request, prompt);
-                let delta = ChoiceDelta { index: index as u32, text: &text, ..ChoiceDelta::default() };
-                self.frames.push_back(self.chunks.delta(&delta, None, None));
-                self.task.choices[index].characters += text.chars().count();
+            if request.echo && !self.echo_due[index] {
+                self.echo(index);
             }
         }
     }
 
+    /// Sends the prompt of a choice.
+    fn echo(&mut self, index: usize) {
+        let GenerateTask { request, frontend, prompts, prompt_scores, .. } = &self.task;
+        let at = index / request.n as usize;
+        let text = echoed(frontend, request, &prompts[at]);
+        let tokens = |top| echoed_tokens(&frontend.model.tokenizer, &prompts[at], &prompt_scores[at], top);
+        let tokens = request.logprobs.map(tokens);
+        let delta = ChoiceDelta {
+            index: index as u32,
+            text: &text,
+            logprobs: tokens.as_deref(),
+            ..ChoiceDelta::default()
+        };
+        self.frames.push_back(self.chunks.delta(&delta, None, None));
+        self.task.choices[index].characters += text.chars().count();
+    }
+
     fn show(&mut self, progress: GenerateProgress) {
         if let GenerateProgress::Piece(index, piece) = progress {
+            // The prompt is computed before its first token is sent.
+            if std::mem::take(&mut self.echo_due[index]) {
+                self.echo(index);
+            }
             self.piece(index, &piece);
         }
         if self.task.open == 0 {

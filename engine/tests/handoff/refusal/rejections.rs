@@ -246,7 +246,20 @@ fn every_refusal_releases_the_lease_at_once() {
         ("type", &d, Box::new(set("temperature", json!("warm"))), "invalid", Some((400, None))),
         ("n", &d, Box::new(set("n", json!(0))), "invalid", Some((400, None))),
         ("stop", &d, Box::new(set("stop", json!([""]))), "invalid", Some((400, None))),
-        ("echo with logprobs", &d, Box::new(set("echo", json!(true))), "invalid", Some((400, None))),
+        (
+            "echo with logprobs",
+            &d,
+            Box::new(set("echo", json!(true))),
+            "unsupported",
+            Some((400, Some("kv_unsupported"))),
+        ),
+        (
+            "prompt_logprobs",
+            &d,
+            Box::new(set("prompt_logprobs", json!(1))),
+            "unsupported",
+            Some((400, Some("kv_unsupported"))),
+        ),
         ("vocabulary", &d, Box::new(set("prompt", json!([4_000_000]))), "invalid", Some((400, None))),
         (
             "length",
