@@ -81,6 +81,53 @@ fn a_repeated_prompt_computes_only_its_tail() {
 }
 
 #[test]
+fn a_prompt_whose_logprobs_are_wanted_is_computed_whole_with_bounded_rows() {
+    let config = SchedulerConfig { max_num_batched_tokens: 512, max_model_len: 512, ..CONFIG };
+    let mut scheduler = Scheduler::new(config, 256);
+    let prompt: Vec<u32> = (1..=150).collect();
+    // The parts of all steps until nothing can run.
+    let drain = |scheduler: &mut Scheduler| {
+        let mut parts = Vec::new();
+        loop {
+            let plan = scheduler.schedule();
+            if plan.is_empty() {
+                return parts;
+            }
+            let scores = |part: &&StepPart| {
+                scheduler.sequence(part.id).expect("planned").scores_prompt(part.start, part.count)
+            };
+            let rows: usize = plan.iter().filter(scores).map(|part| part.count).sum();
+            assert!(rows <= SCORED_ROWS_MAX, "{plan:?}");
+            for part in &plan {
+                if let Some(reason) = scheduler.commit(part, part.samples.then_some(1000)) {
+                    scheduler.finish(part.id, reason).expect("once");
+                }
+            }
+            parts.extend(plan);
+        }
+    };
+    scheduler.submit(new(1, &prompt, 1, Purpose::Plain)).expect("accepted");
+    assert_eq!(drain(&mut scheduler).len(), 1, "one step has room for the whole prompt");
+    for id in [2, 3] {
+        let scored = NewSequence { prompt_logprobs: Some(0), ..new(id, &prompt, 2, Purpose::Plain) };
+        scheduler.submit(scored).expect("accepted");
+    }
+    let parts = drain(&mut scheduler);
+    for id in [2, 3] {
+        let mut next = 0;
+        for part in parts.iter().filter(|part| part.id == SeqId(id)) {
+            assert_eq!(part.start, next, "nothing is taken from the cache, and nothing is computed twice");
+            next += part.count;
+        }
+        // The prompt, and the first new token for the second.
+        assert_eq!(next, 151);
+    }
+    scheduler.submit(new(4, &prompt, 1, Purpose::Plain)).expect("accepted");
+    assert_eq!(drain(&mut scheduler)[0].start, 148, "other requests use the blocks");
+    assert_eq!(scheduler.usage().held_share(), 0.0);
+}
+
+#[test]
 fn only_the_end_of_its_lease_frees_a_producers_prompt() {
     let mut scheduler = Scheduler::new(CONFIG, 8);
     scheduler.submit(new(1, &[5; 9], 1, Purpose::Produce { consumers: 1, early: false })).expect("accepted");

@@ -8,7 +8,7 @@ use baton_engine::run::options::{Role, StartError};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use super::harness::cluster::{LLAMA, Node, QWEN2, QWEN3, options, prompt, with};
+use crate::harness::cluster::{LLAMA, Node, QWEN2, QWEN3, options, prompt, with};
 
 /// A copy of the Qwen 3 fixture with changes: file name and changed JSON fields; `None` deletes the file.
 fn checkpoint(changes: &[(&str, Option<Value>)]) -> TempDir {

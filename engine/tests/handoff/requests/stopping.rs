@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::harness::cluster::{Cluster, LLAMA, fresh_id, greedy, prompt, with};
+use crate::harness::cluster::{Cluster, LLAMA, fresh_id, greedy, prompt, with};
 
 /// A greedy answer of 12 tokens, and the position of a token with text that has not occurred before.
 fn answer(cluster: &Cluster) -> (Value, Vec<u64>, usize) {
