@@ -165,7 +165,7 @@ codes! {
     KvWrongRole "kv_wrong_role" [400], InvalidRequest, EngineToRouter,
         "The request needs a handoff that the engine's role does not create or accept.";
     KvUnsupported "kv_unsupported" [400], InvalidRequest, EngineToRouter,
-        "The request has several prompts or choices. A handoff supports one of each.";
+        "The request has several prompts or choices, or asks for its prompt's log-probabilities.";
     KvLayoutMismatch "kv_layout_mismatch" [400], InvalidRequest, EngineToRouter,
         "The producer's blocks have a different layout or model.";
     KvPromptMismatch "kv_prompt_mismatch" [400], InvalidRequest, EngineToRouter,

@@ -6,8 +6,8 @@ use crate::model::tokenizer::Tokenizer;
 use crate::sampling::SampledLogprobs;
 use crate::server::choice::token_logprob;
 
-/// Each token of a prompt with what the logits before it say of it; `None` for the first token. `scores` are those of
-/// the second token, the third, and so on.
+/// Each token of a prompt with its log-probabilities; `None` for the first token. `scores` are those of the second token,
+/// the third, and so on.
 fn scored<'a>(
     prompt: &'a [u32],
     scores: &'a [SampledLogprobs],

@@ -1,5 +1,6 @@
 //! The fields of a request: ends of texts, restrictions of tokens, log-probabilities of prompts.
 
+pub(crate) mod examples;
 pub(crate) mod prompt_scores;
 pub(crate) mod restrictions;
 pub(crate) mod stopping;
