@@ -15,7 +15,7 @@ pub const STOP_STRING_BYTES_MAX: usize = 1024;
 pub const STOP_TOKENS_MAX: usize = 128;
 /// Words of `bad_words`, and their token sequences (vLLM's `VLLM_MAX_NUM_BAD_WORDS`): each is compared at each token.
 pub const BAD_WORDS_MAX: usize = 128;
-/// Bytes of one of them; none can be longer than its tokens.
+/// Bytes of one of them.
 pub const BAD_WORD_BYTES_MAX: usize = 1024;
 /// Tokens of all sequences of `bad_words` together (vLLM's `VLLM_MAX_BAD_WORDS_TOTAL_TOKENS`).
 pub const BAD_WORD_TOKENS_MAX: usize = 1024;
