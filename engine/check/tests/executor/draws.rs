@@ -1,7 +1,9 @@
 //! Checks which tokens of a step are chosen on the device, and that the host would choose the same.
 
 use super::*;
-use baton_engine::sampling::{TokenCounts, distribution};
+use baton_engine::sampling::{
+    SamplingRow, SamplingScratch, TokenCounts, TokenExclusions, TokenMask, distribution,
+};
 
 fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).fold(0.0, |far, (a, b)| if (a - b).abs() <= far { far } else { (a - b).abs() })
@@ -63,17 +65,19 @@ fn device_draws_follow_the_hosts_distribution() {
 fn rows_sampled_on_the_host_leave_other_rows_on_the_device() {
     let config = config("Qwen3", "");
     let (mut device, mut cpu) = (on_software(&config, |_| ()), on_cpu(&config));
-    let prompts = [tokens(7, 21), tokens(2, 21), tokens(5, 21), tokens(1, 21), tokens(9, 21)];
-    let tables = [blocks(3, 3), blocks(9, 3), blocks(15, 3), blocks(21, 3), blocks(27, 3)];
+    let prompts = [7, 2, 5, 1, 9, 4].map(|seed| tokens(seed, 21));
+    let tables = [3, 9, 15, 21, 27, 33].map(|first| blocks(first, 3));
     let greedy = SamplingParams::default();
     // Parameters of requests that can share a step. Log-probabilities, a repetition penalty (Qwen2.5-Instruct sets one
-    // for every request) and a bias need the host.
+    // for every request), a bias and excluded tokens need the host.
+    let allowed = Some(Arc::new(TokenMask::of(&[3, 5, 9], VOCAB as usize)));
     let all = [
         greedy.clone(),
         SamplingParams { repetition_penalty: 1.05, ..greedy.clone() },
         SamplingParams { logprobs: Some(2), ..greedy.clone() },
         SamplingParams { temperature: 0.7, top_k: 1, ..greedy.clone() },
-        SamplingParams { logit_bias: vec![(3, 1.0)], ..greedy },
+        SamplingParams { logit_bias: vec![(3, 1.0)], ..greedy.clone() },
+        SamplingParams { exclusions: TokenExclusions { allowed, ..TokenExclusions::default() }, ..greedy },
     ];
     let (mut ours, mut theirs) = (Logits::default(), Logits::default());
     // First the prompts, then the decode step after them three times: directly, recorded, and launched as a graph.
@@ -94,16 +98,23 @@ fn rows_sampled_on_the_host_leave_other_rows_on_the_device() {
         };
         let copies = device.device().copies;
         device.execute(&batch(true), &mut ours).unwrap();
-        // The step's integers; the tokens; rows 1 and 2; row 4.
+        // The step's integers; the tokens; rows 1 and 2; rows 4 and 5.
         assert_eq!(device.device().copies - copies, 4);
         cpu.execute(&batch(false), &mut theirs).unwrap();
-        assert_eq!((ours.chosen.len(), ours.rows()), (5, 3));
+        assert_eq!((ours.chosen.len(), ours.rows()), (6, 4));
         for at in [0, 3] {
             assert_eq!(ours.drawn(at), Some(Some(best(theirs.row(at)))), "row {at} from {start}");
         }
-        for at in [1, 2, 4] {
+        for at in [1, 2, 4, 5] {
             let far = largest_difference(ours.row(at), theirs.row(at));
             assert!(ours.drawn(at).is_none() && far < FAR, "row {at} from {start}: {far}");
+            let counts = TokenCounts::for_params(&all[at], &prompts[at][..end]);
+            let row =
+                SamplingRow { params: &all[at], counts: &counts, output: &[], position: place, mask: None };
+            let [ours, theirs] = [&ours, &theirs].map(|logits| {
+                row.sample(logits.row(at), &mut SamplingScratch::default()).expect("a candidate").token
+            });
+            assert_eq!(ours, theirs, "row {at} from {start}");
         }
     }
     assert!(device.device().replays >= 2, "{}", device.device().replays);
