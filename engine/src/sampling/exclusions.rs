@@ -97,7 +97,11 @@ impl TokenExclusions {
 
     /// Whether any token can be the first.
     fn leave_a_first_token(&self, vocab: usize) -> bool {
-        let mut row = vec![0.0; if self.apply_at(0) { vocab } else { 1 }];
+        // Without an allowed set a vocabulary has more tokens than are excluded, unless it is tiny.
+        if self.allowed.is_none() && self.before_min.len() + self.bad_words.len() < vocab {
+            return true;
+        }
+        let mut row = vec![0.0; vocab];
         self.apply(&[], 0, &mut row);
         row.iter().any(|logit| *logit == 0.0)
     }
