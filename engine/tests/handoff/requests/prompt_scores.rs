@@ -42,6 +42,8 @@ fn engine(model: &str, device: DeviceChoice, batched_tokens: usize) -> Node {
     let mut options = options(model, Role::Both);
     options.device = device;
     options.max_num_batched_tokens = batched_tokens;
+    // A step has a token for each of its sequences.
+    options.max_num_seqs = options.max_num_seqs.min(batched_tokens);
     Node::start(options)
 }
 
