@@ -1,7 +1,7 @@
 //! A set of tokens, one bit for each token of the vocabulary.
 
 /// The tokens that may be chosen.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TokenMask {
     /// Bit `id % 32` of word `id / 32`. Tokens beyond the words are not in the set.
     words: Vec<u32>,
@@ -11,25 +11,34 @@ impl TokenMask {
     /// The set of `ids`, which are below `vocab`. Others are left out.
     #[must_use]
     pub fn of(ids: &[u32], vocab: usize) -> Self {
-        let mut words = vec![0; vocab.div_ceil(32)];
-        for id in ids {
-            if let Some(word) = words.get_mut(*id as usize / 32) {
-                *word |= 1 << (id % 32);
-            }
-        }
+        let mut mask = Self::new(vec![0; vocab.div_ceil(32)]);
+        ids.iter().for_each(|id| mask.set(*id, true));
+        mask
+    }
+
+    /// The set with these words, lowest ids first. Ids beyond the words are not in it.
+    #[must_use]
+    pub fn new(words: Vec<u32>) -> Self {
         Self { words }
     }
 
-    /// A set from its words: bit `id % 32` of word `id / 32`.
+    /// Whether a token may be chosen.
     #[must_use]
-    pub fn from_words(words: Vec<u32>) -> Self {
-        Self { words }
+    pub fn permits(&self, token: u32) -> bool {
+        self.words.get(token as usize / 32).is_some_and(|word| word >> (token % 32) & 1 == 1)
     }
 
-    /// Whether the set contains a token.
+    /// Permits or forbids a token. An id beyond the words stays forbidden.
+    pub fn set(&mut self, token: u32, permitted: bool) {
+        let Some(word) = self.words.get_mut(token as usize / 32) else { return };
+        let bit = 1 << (token % 32);
+        *word = if permitted { *word | bit } else { *word & !bit };
+    }
+
+    /// Whether no token may be chosen.
     #[must_use]
-    pub fn contains(&self, id: u32) -> bool {
-        self.words.get(id as usize / 32).is_some_and(|word| word >> (id % 32) & 1 == 1)
+    pub fn is_empty(&self) -> bool {
+        self.words.iter().all(|word| *word == 0)
     }
 
     /// Sets the logits of all other tokens to minus infinity.
@@ -61,9 +70,9 @@ mod tests {
             mask.apply(&mut row);
             for (id, logit) in row.iter().enumerate() {
                 let kept = ids.contains(&(id as u32)) && id < vocab.next_multiple_of(32);
-                assert_eq!((*logit == 1.0, mask.contains(id as u32)), (kept, kept), "{id} of {vocab}");
+                assert_eq!((*logit == 1.0, mask.permits(id as u32)), (kept, kept), "{id} of {vocab}");
             }
-            assert_eq!(TokenMask::from_words(mask.words.clone()), mask);
+            assert_eq!((TokenMask::new(mask.words.clone()), mask.is_empty()), (mask, false));
         }
     }
 }

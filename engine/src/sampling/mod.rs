@@ -109,16 +109,25 @@ impl SamplingRow<'_> {
 
     /// Chooses the token. Log-probabilities are those before mask, exclusions, bias and penalties.
     ///
+    /// If `min_tokens` excludes every token that the mask permits, it yields: only the end of the text is permitted.
+    ///
     /// # Errors
     /// [`NoCandidate`].
     pub fn sample(&self, logits: &[f32], scratch: &mut SamplingScratch) -> Result<SampledToken, NoCandidate> {
+        let after_min = TokenPosition { generated: u32::MAX, ..self.position };
+        let late = self.mask.map(|_| Self { position: after_min, ..*self });
+        let token = [Some(*self), late].into_iter().flatten().find_map(|row| row.token(logits, scratch));
+        let token = token.ok_or(NoCandidate { entries: logits.len() })?;
+        let wanted = self.params.logprobs.map(|top| logprobs(logits, token, top as usize, scratch));
+        Ok(SampledToken { token, logprobs: wanted })
+    }
+
+    fn token(&self, logits: &[f32], scratch: &mut SamplingScratch) -> Option<u32> {
         let mut adjusted = std::mem::take(&mut scratch.adjusted);
         let row = adjust(logits, self, &mut adjusted);
         let token = choose(row, self.params, self.position, scratch);
         scratch.adjusted = adjusted;
-        let token = token.ok_or(NoCandidate { entries: logits.len() })?;
-        let wanted = self.params.logprobs.map(|top| logprobs(logits, token, top as usize, scratch));
-        Ok(SampledToken { token, logprobs: wanted })
+        token
     }
 }
 

@@ -37,7 +37,7 @@ impl OrderCase {
         };
         let exclusions = &self.params.exclusions;
         for set in self.mask.iter().chain(exclusions.allowed.as_deref()) {
-            exclude(&mut row, &|id| !set.contains(id));
+            exclude(&mut row, &|id| !set.permits(id));
         }
         for word in exclusions.bad_words.iter() {
             let (last, before) = word.split_last().expect("not empty");
@@ -121,10 +121,34 @@ proptest! {
         }
         let best = theirs.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         match row.sample(&case.logits, &mut SamplingScratch::default()) {
-            Ok(sampled) => prop_assert!(theirs[sampled.token as usize] > best - 1e-4),
+            Ok(sampled) if best > f64::NEG_INFINITY => {
+                prop_assert!(theirs[sampled.token as usize] > best - 1e-4);
+            }
+            // `min_tokens` has yielded to the mask.
+            Ok(sampled) => {
+                let early = position.generated < params.exclusions.min_tokens;
+                prop_assert!(early && case.mask.as_ref().is_some_and(|mask| mask.permits(sampled.token)));
+            }
             Err(NoCandidate { .. }) => prop_assert!(best == f64::NEG_INFINITY && has_candidate(&case.logits)),
         }
     }
+}
+
+#[test]
+fn min_tokens_yields_to_a_mask_that_permits_only_the_end() {
+    let exclusions = TokenExclusions { min_tokens: 9, before_min: vec![7], ..TokenExclusions::default() };
+    let params = SamplingParams { exclusions, ..SamplingParams::default() };
+    let (logits, counts) = (row(40, 1), TokenCounts::default());
+    let position = TokenPosition { position: 12, generated: 2 };
+    let token = |permitted: &[u32]| {
+        let mask = TokenMask::of(permitted, 40);
+        let row =
+            SamplingRow { params: &params, counts: &counts, output: &[1, 1], position, mask: Some(&mask) };
+        row.sample(&logits, &mut SamplingScratch::default()).map(|sampled| sampled.token)
+    };
+    assert_eq!(token(&[7]), Ok(7));
+    assert_eq!(token(&[7, 1]), Ok(1));
+    assert_eq!(token(&[]), Err(NoCandidate { entries: 40 }));
 }
 
 #[test]
