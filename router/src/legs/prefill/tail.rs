@@ -65,8 +65,10 @@ impl PrefillTail {
             let engine = Arc::clone(load.engine());
             let PrefillTimeouts { sent_at, silence, probe_interval } = timeouts;
             let left = silence.saturating_sub(sent_at.elapsed());
-            let read = pin!(read_to_end(reply));
-            let read = wait_while_alive(&engine, probe_interval, left, read).await;
+            let read = {
+                let read = pin!(read_to_end(reply));
+                wait_while_alive(&engine, probe_interval, left, read).await
+            };
             // Set once, here.
             let _ = end.set(Instant::now());
             let fault = match read {
@@ -153,7 +155,6 @@ async fn read_to_end(mut reply: Box<Reply>) -> Result<Option<WholeReply>, CallEr
 ///
 /// # Errors
 /// The prefill has failed, so the step cannot complete.
-///
 pub(crate) async fn unless_failed<T>(
     tail: Option<&mut PrefillTail>,
     step: Pin<&mut impl Future<Output = T>>,

@@ -152,8 +152,8 @@ impl PassedRequest {
             silence: model.bounds.stream_silence,
         };
         let engine = &model.decode.members().first().expect("a rank has a decode engine").engine;
-        let sent = pin!(self.send(engine.url(), generation, &timeouts));
-        let (response, _connection) = race(session, sent).await??;
+        let sent = race(session, pin!(self.send(engine.url(), generation, &timeouts))).await;
+        let (response, _connection) = sent??;
         let status = response.status().as_u16();
         let (head, body) = response.into_parts();
         let length = head.headers.get(CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
@@ -238,7 +238,8 @@ async fn relay_body(
     silence: Duration,
 ) -> Result<(), RequestError> {
     loop {
-        match race(session, pin!(tokio::time::timeout(silence, body.frame()))).await? {
+        let frame = race(session, pin!(tokio::time::timeout(silence, body.frame()))).await?;
+        match frame {
             Ok(Some(Ok(frame))) => {
                 if let Ok(piece) = frame.into_data() {
                     session.send(&piece, BodyPiece::Inner).await?;
