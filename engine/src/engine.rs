@@ -19,6 +19,7 @@ use crate::compute::Executor;
 use crate::compute::cpu::{CpuExecutor, CpuOptions, WeightLoadProgress, WeightMode};
 use crate::compute::cuda::{Accelerator, DeviceChoice, DeviceOptions, Element, PoolSize};
 use crate::compute::shared_pool::shared_pool;
+use crate::grammar::GrammarService;
 use crate::handoff::transport::{KvTransport, NixlState};
 use crate::metrics::EngineMetrics;
 use crate::model::chat_template::ChatTemplate;
@@ -98,6 +99,7 @@ impl Engine {
         let metrics = Arc::new(EngineMetrics::new(&model));
         let running = start_ranks(&common, executors, sides, &metrics, &model)?;
         let model = ServedModel {
+            grammars: GrammarService::new(&tokenizer, vocab, &eos),
             name: model,
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
             tokenizer,

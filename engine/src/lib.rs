@@ -14,6 +14,7 @@
 //! | `log_span` | the span of log lines about one request |
 //! | [`model`] | the checkpoint: configuration, weights, tokenizer, chat template |
 //! | [`sampling`] | from logits to a token; stop strings |
+//! | [`grammar`] | structured output: masks over the tokens |
 //! | [`compute`] | executors: forward passes on CPUs and CUDA devices |
 //! | [`blocks`] | the block pool, hashes of blocks, digests of cached blocks |
 //! | [`offload`] | tiers below the pool: host memory and disk |
@@ -29,6 +30,7 @@ pub mod blocks;
 pub mod compute;
 pub mod engine;
 pub mod engine_core;
+pub mod grammar;
 pub mod handoff;
 mod log_span;
 pub mod metrics;

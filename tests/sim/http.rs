@@ -99,8 +99,16 @@ impl Sim {
         };
         let arrived = self.engine(engine).world().now();
         let sampling = SamplingParams::default();
-        let submission =
-            Submission { sequence, sampling, index: 0, tag: None, outbox, target: None, arrived };
+        let submission = Submission {
+            sequence,
+            sampling,
+            grammar: None,
+            index: 0,
+            tag: None,
+            outbox,
+            target: None,
+            arrived,
+        };
         self.engines[engine].mail.submissions.push_back(submission);
         self.engines[engine].fronts.insert(conn, front);
         self.poke(engine);
@@ -158,6 +166,7 @@ impl Sim {
                 tag: None,
                 sequence,
                 sampling: SamplingParams::default(),
+                grammar: None,
                 index,
                 outbox: outbox.clone(),
                 target: target.take(),

@@ -26,6 +26,7 @@ const LAYERS: &[(&str, &[&str])] = &[
             "log_span",
             "model",
             "sampling",
+            "grammar",
             "compute",
             "blocks",
             "offload",

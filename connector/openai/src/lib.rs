@@ -40,8 +40,9 @@ pub use error::{ApiError, Challenge};
 pub use limits::{ParseLimits, Scope};
 pub use media::MediaCounts;
 pub use request::{
-    ChatInput, Endpoint, GenerateRequest, Input, Prompt, PromptOptions, SamplingOptions, StreamOptions,
-    TokenRestrictions, ToolChoice, Truncation, TruncationSide,
+    ChatInput, Endpoint, GenerateRequest, Input, JsonWhitespace, OutputConstraint, Prompt, PromptOptions,
+    SamplingOptions, StreamOptions, StructuredOutput, TokenRestrictions, ToolChoice, Truncation,
+    TruncationSide,
 };
 pub use request::{DetokenizeRequest, TokenizeRequest};
 pub use response::{

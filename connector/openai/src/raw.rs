@@ -36,7 +36,7 @@ use crate::limits::{
     LOGIT_BIAS_BYTES_MAX, ParseLimits, SMALL_FIELD_BYTES_MAX, SMALL_TREE_BYTES_MAX,
     SMALL_UNWEIGHED_BYTES_MAX, Scope, TREE_BYTES_MAX,
 };
-use crate::request::{Endpoint, GenerateRequest, Input};
+use crate::request::{CONSTRAINT_JSON_BYTES_MAX, Endpoint, GenerateRequest, Input};
 use crate::sanitize::{decoded, quoted, sanitize};
 use crate::scan::{FieldLevel, InternalFields, Scanner, has_duplicates, tree_bytes};
 use crate::shape::ShapeCheck;
@@ -392,7 +392,11 @@ impl RawBody {
 
 /// Checks that a field other than the prompt is not longer than any valid one.
 fn is_small(name: &str, value: &[u8]) -> Result<(), ApiError> {
-    let most = if name == "logit_bias" { LOGIT_BIAS_BYTES_MAX } else { SMALL_FIELD_BYTES_MAX };
+    let most = match name {
+        "logit_bias" => LOGIT_BIAS_BYTES_MAX,
+        name if GenerateRequest::has_constraint(name) => CONSTRAINT_JSON_BYTES_MAX,
+        _ => SMALL_FIELD_BYTES_MAX,
+    };
     if value.len() > most {
         let message = format!("`{name}` is {} bytes of JSON; at most {most} are read", value.len());
         return Err(ApiError::invalid(name, message).with_code(Code::FieldTooLong));

@@ -9,6 +9,7 @@ mod completion;
 mod prompt_options;
 mod restrictions;
 mod sampling;
+mod structured;
 mod tokens;
 mod unsupported;
 
@@ -18,6 +19,8 @@ pub use completion::Prompt;
 pub use prompt_options::{PromptOptions, Truncation, TruncationSide};
 pub use restrictions::TokenRestrictions;
 pub use sampling::SamplingOptions;
+pub(crate) use structured::CONSTRAINT_JSON_BYTES_MAX;
+pub use structured::{JsonWhitespace, OutputConstraint, StructuredOutput};
 pub use tokens::{DetokenizeRequest, TokenizeRequest};
 
 use serde_json::{Map, Value};
@@ -89,6 +92,8 @@ pub struct GenerateRequest {
     pub restrictions: TokenRestrictions,
     /// Log-probabilities of the prompt, and its truncation.
     pub prompt: PromptOptions,
+    /// The texts that are permitted; `None` for all.
+    pub structured: Option<StructuredOutput>,
     /// Texts that end the sequence.
     pub stop: Vec<String>,
     /// Tokens that end the sequence, in addition to EOS.
@@ -227,8 +232,15 @@ impl GenerateRequest {
 
     /// Whether [`Self::outline`] reads a field with this name.
     pub(crate) fn reads(name: &str, scope: Scope) -> bool {
-        let of_this_engine = || ENGINE_FIELDS.contains(&name) || unsupported::is_unsupported(name);
+        let of_this_engine = || {
+            ENGINE_FIELDS.contains(&name) || unsupported::is_unsupported(name) || Self::has_constraint(name)
+        };
         SMALL_FIELDS.contains(&name) || (scope == Scope::ThisEngine && of_this_engine())
+    }
+
+    /// Whether a field with this name constrains the text.
+    pub(crate) fn has_constraint(name: &str) -> bool {
+        structured::is_constraint(name)
     }
 
     fn from_fields(
@@ -257,6 +269,7 @@ impl GenerateRequest {
             sampling: SamplingOptions::read(fields, limits)?,
             restrictions: TokenRestrictions::read(fields, limits)?,
             prompt: PromptOptions::read(fields, stream, limits.scope)?,
+            structured: structured::read(fields, limits.scope)?,
             stop: stop(fields, limits.scope)?,
             stop_token_ids: stop_token_ids(fields, limits)?,
             include_stop_str_in_output: fields.boolean("include_stop_str_in_output")?.unwrap_or(false),

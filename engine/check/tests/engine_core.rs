@@ -202,6 +202,7 @@ fn submission_mail(
     let submission = Submission {
         sequence,
         sampling: SamplingParams::default(),
+        grammar: None,
         index: 0,
         tag: None,
         outbox,

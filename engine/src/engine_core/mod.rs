@@ -20,6 +20,7 @@ mod events;
 pub mod fetch_target;
 mod leasing;
 pub mod mailbox;
+mod masked_rows;
 mod messages;
 mod prompt_scores;
 mod sampler;
@@ -49,6 +50,7 @@ use crate::blocks::pool::BlockUsage;
 use crate::compute::{Executor, LogitsRequest, SeqStep};
 use crate::engine_core::fetch_target::FetchTarget;
 use crate::engine_core::mailbox::{LegFilter, MailBatch};
+use crate::grammar::GrammarState;
 use crate::log_span::request_span;
 use crate::offload::{OffloadFault, OffloadReport};
 use crate::sampling::{SamplingParams, TokenCounts, TokenPosition};
@@ -68,6 +70,8 @@ struct LiveSequence {
     request: RequestId,
     sampling: SamplingParams,
     counts: TokenCounts,
+    /// The texts that its request permits.
+    grammar: Option<GrammarState>,
     index: u32,
     outbox: Sender<(u32, SeqEvent)>,
     target: Option<FetchTarget>,
@@ -165,7 +169,10 @@ impl<S: EngineEnv> EngineCore<S> {
             .iter()
             .map(|part| {
                 let sequence = sequences.get(&part.id).expect("a planned sequence is known");
-                let draw = || live.get(&part.id)?.sampling_row(sequence).draw();
+                let draw = || {
+                    let live = live.get(&part.id).filter(|live| live.grammar.is_none())?;
+                    live.sampling_row(sequence).draw()
+                };
                 SeqStep {
                     tokens: &sequence.tokens()[part.start..part.start + part.count],
                     start: part.start,
@@ -195,14 +202,6 @@ impl<S: EngineEnv> EngineCore<S> {
             resume_unwind(mistake);
         }
         executed.map_err(|error| self.device_failed(&error)).is_ok()
-    }
-
-    /// Records the results of a forward pass. `mail` arrived during the pass: abort wins over finish.
-    pub fn finish_step(&mut self, plan: &[StepPart], mail: MailBatch) {
-        self.take_in(mail);
-        for (part, rows) in plan.iter().zip(self.sampler.take_rows()) {
-            self.commit(part, rows);
-        }
     }
 
     /// Records one planned part, whose logits are in `rows`, and sends its events.
@@ -241,6 +240,7 @@ impl<S: EngineEnv> EngineCore<S> {
         let token = sampled.token;
         let gone = live.outbox.try_send((live.index, SeqEvent::Token(sampled))).is_err();
         let ended = self.scheduler.commit(part, Some(token));
+        let ended = live.grammar.as_mut().map_or(ended, |grammar| grammar.end_after(token, ended));
         if gone {
             self.end(part.id, FinishReason::Abort);
         } else if let Some(reason) = ended {
@@ -331,7 +331,7 @@ impl<S: EngineEnv> EngineCore<S> {
     }
 
     fn accept(&mut self, submission: Submission) {
-        let Submission { sequence, sampling, index, tag, outbox, target, arrived } = submission;
+        let Submission { sequence, sampling, grammar, index, tag, outbox, target, arrived } = submission;
         let (id, request) = (sequence.id, sequence.request.clone());
         if self.was_aborted_early(&request, matches!(sequence.purpose, Purpose::Produce { .. })) {
             tracing::debug!(parent: request_span!(&request), event = "request_aborted_early",
@@ -365,6 +365,7 @@ impl<S: EngineEnv> EngineCore<S> {
             request,
             sampling,
             counts,
+            grammar,
             index,
             outbox,
             target,

@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::prompt_scores::PromptScores;
 use super::{EngineCore, EngineEnv, LiveSequence, SeqEvent, token_position};
 use crate::compute::{Logits, LogitsRequest, SeqStep};
+use crate::grammar::GrammarState;
 use crate::log_span::request_span;
 use crate::sampling::{SampledToken, SamplingRow, SamplingScratch, has_candidate};
 use crate::scheduler::StepPart;
@@ -85,7 +86,7 @@ impl LiveSequence {
             counts: &self.counts,
             output: &sequence.tokens()[sequence.prompt_len()..],
             position: token_position(sequence),
-            mask: None,
+            mask: self.grammar.as_ref().and_then(GrammarState::mask),
         }
     }
 

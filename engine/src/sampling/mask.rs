@@ -59,6 +59,59 @@ impl TokenMask {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sampling::{
+        NoCandidate, SampledToken, SamplingParams, SamplingRow, SamplingScratch, TokenCounts, TokenPosition,
+        sample,
+    };
+
+    fn position(generated: u32) -> TokenPosition {
+        TokenPosition { position: 10 + u64::from(generated), generated }
+    }
+
+    fn row(vocab: usize) -> Vec<f32> {
+        (0..vocab).map(|id| (id * 37 % 101) as f32 / 10.0).collect()
+    }
+
+    fn masked(
+        logits: &[f32],
+        mask: &TokenMask,
+        params: &SamplingParams,
+        position: TokenPosition,
+    ) -> Result<SampledToken, NoCandidate> {
+        let counts = TokenCounts::default();
+        let row = SamplingRow { params, counts: &counts, output: &[], position, mask: Some(mask) };
+        row.sample(logits, &mut SamplingScratch::default())
+    }
+
+    #[test]
+    fn only_permitted_tokens_are_drawn_for_any_temperature() {
+        let (logits, permitted) = (row(70), [3, 31, 32, 64, 69]);
+        let mask = TokenMask::of(&permitted, 70);
+        let mut seen = std::collections::BTreeSet::new();
+        for generated in 0..400 {
+            let temperature = [0.0, 0.7, 1.0, 50.0][generated as usize % 4];
+            let params = SamplingParams { temperature, seed: 7, ..SamplingParams::default() };
+            let drawn = masked(&logits, &mask, &params, position(generated)).expect("a token");
+            assert!(permitted.contains(&drawn.token), "{}", drawn.token);
+            seen.insert(drawn.token);
+        }
+        assert_eq!(seen.len(), permitted.len(), "a flat distribution reaches all of them");
+    }
+
+    #[test]
+    fn a_mask_that_permits_all_changes_nothing_and_the_log_probabilities_are_the_models_own() {
+        let logits = row(64);
+        let params =
+            SamplingParams { temperature: 0.9, seed: 3, logprobs: Some(4), ..SamplingParams::default() };
+        let (counts, mut scratch) = (TokenCounts::default(), SamplingScratch::default());
+        let free = sample(&logits, &params, &counts, position(0), &mut scratch).expect("a token");
+        let all = TokenMask::new(vec![u32::MAX; 2]);
+        assert_eq!(masked(&logits, &all, &params, position(0)), Ok(free.clone()));
+        let best = free.logprobs.expect("asked for").top;
+        let forced = masked(&logits, &TokenMask::of(&[5], 64), &params, position(0)).expect("a token");
+        assert_eq!(forced.token, 5);
+        assert_eq!(forced.logprobs.expect("asked for").top, best, "of the row before the mask");
+    }
 
     #[test]
     fn a_mask_keeps_exactly_its_tokens_whatever_the_vocabulary() {

@@ -89,8 +89,8 @@ pub(super) fn admit(
             };
             leader = leader.or(Some(sequence.id));
             let outbox: Sender<_> = outbox.clone();
-            let (target, tag) = (None, tag.clone());
-            submissions.push(Submission { sequence, sampling, index, tag, outbox, target, arrived });
+            let (target, grammar, tag) = (None, None, tag.clone());
+            submissions.push(Submission { sequence, sampling, grammar, index, tag, outbox, target, arrived });
         }
     }
     Ok(AdmittedRequest { submissions, events, prompts, handoff: None, request_guard })

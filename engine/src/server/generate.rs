@@ -6,6 +6,7 @@
 mod early;
 mod prompt_logprobs;
 mod stream;
+mod structured;
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -122,8 +123,11 @@ async fn read(
         }
     };
     let inline = body.len() <= INLINE_BYTES;
-    let work = move || prepare(&frontend, endpoint, &headers, &id, &body, arrived);
-    if inline { work() } else { bodies.run_blocking(work).await }
+    let reader = Arc::clone(&frontend);
+    let work = move || prepare(&reader, endpoint, &headers, &id, &body, arrived);
+    let (request, admitted) = if inline { work()? } else { bodies.run_blocking(work).await? };
+    let admitted = structured::constrain(&frontend, &request, admitted).await?;
+    Ok((request, admitted))
 }
 
 /// The name of a request, from its caller; `None` if it is missing or invalid.

@@ -6,6 +6,7 @@ use std::time::SystemTime;
 use baton_openai::limits::COMPLETIONS_MAX_TOKENS_DEFAULT;
 use baton_openai::{ApiError, Code, Endpoint, GenerateRequest, Input, ModelCard, Prompt};
 
+use crate::grammar::GrammarService;
 use crate::model::chat_template::ChatTemplate;
 use crate::model::generation::GenerationDefaults;
 use crate::model::tokenizer::{SpecialTokens, Tokenizer};
@@ -26,6 +27,8 @@ pub struct ServedModel {
     pub defaults: GenerationDefaults,
     /// The model's end-of-sequence tokens.
     pub eos: Vec<u32>,
+    /// Compiles constraints of texts.
+    pub grammars: GrammarService,
     /// Rows of the model's vocabulary.
     pub vocab: usize,
     /// Tokens of one sequence, prompt and output.

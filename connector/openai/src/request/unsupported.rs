@@ -20,22 +20,12 @@ const EMPTY: NeutralCheck = |value| match value {
     _ => false,
 };
 const ONE: NeutralCheck = |value| value.as_u64() == Some(1);
-const TEXT_FORMAT: NeutralCheck = |value| value.get("type").and_then(Value::as_str) == Some("text");
 const TEXT_ONLY: NeutralCheck =
     |value| value.as_array().is_some_and(|kinds| kinds.iter().all(|kind| kind.as_str() == Some("text")));
 
 /// Names, and checks for values that request the default behaviour.
-const BOTH: &[(&str, NeutralCheck)] = &[
-    ("response_format", TEXT_FORMAT),
-    ("structured_outputs", EMPTY),
-    ("guided_json", NEVER),
-    ("guided_regex", NEVER),
-    ("guided_choice", NEVER),
-    ("guided_grammar", NEVER),
-    ("use_beam_search", FALSE),
-    ("best_of", ONE),
-    ("logits_processors", EMPTY),
-];
+const BOTH: &[(&str, NeutralCheck)] =
+    &[("use_beam_search", FALSE), ("best_of", ONE), ("logits_processors", EMPTY)];
 const COMPLETIONS: &[(&str, NeutralCheck)] = &[("suffix", EMPTY), ("prompt_embeds", EMPTY)];
 const CHAT: &[(&str, NeutralCheck)] = &[
     ("audio", NEVER),
