@@ -12,6 +12,7 @@ use baton_connector::fetch::LoadFailurePolicy;
 use baton_connector::layout::KvDtype;
 use baton_engine::compute::cuda::DeviceChoice;
 use baton_engine::handoff::transport::KvTransport;
+use baton_engine::model::output::{CallFormat, FormatChoice, ReasoningFormat};
 use baton_engine::run::options::Role;
 use baton_router::listen_address;
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -107,6 +108,77 @@ pub(crate) enum RoleArg {
 
 same_variants!(RoleArg => Role: Prefill, Decode, Both);
 
+/// Names as in vLLM.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum ToolCallParserArg {
+    /// The format whose markers the chat template contains
+    Auto,
+    /// Calls stay in the text
+    None,
+    /// `<tool_call>{…}</tool_call>`: Hermes, Qwen
+    Hermes,
+    /// `{"name": …, "parameters": {…}}`
+    #[value(name = "llama3_json")]
+    Llama3Json,
+    /// `[f(a=1)]`: Llama 3.2 and 4
+    Pythonic,
+    /// `[TOOL_CALLS]`
+    Mistral,
+    /// DeepSeek V3, R1 and V3.1
+    #[value(name = "deepseek_v3", alias = "deepseek_v31")]
+    DeepseekV3,
+    /// Channels of gpt-oss
+    #[value(name = "openai")]
+    Harmony,
+}
+
+impl From<ToolCallParserArg> for FormatChoice<CallFormat> {
+    fn from(arg: ToolCallParserArg) -> Self {
+        match arg {
+            ToolCallParserArg::Auto => Self::Auto,
+            ToolCallParserArg::None => Self::Off,
+            ToolCallParserArg::Hermes => Self::Is(CallFormat::Hermes),
+            ToolCallParserArg::Llama3Json => Self::Is(CallFormat::Llama3Json),
+            ToolCallParserArg::Pythonic => Self::Is(CallFormat::Pythonic),
+            ToolCallParserArg::Mistral => Self::Is(CallFormat::Mistral),
+            ToolCallParserArg::DeepseekV3 => Self::Is(CallFormat::DeepseekV3),
+            ToolCallParserArg::Harmony => Self::Is(CallFormat::Harmony),
+        }
+    }
+}
+
+/// Names as in vLLM.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum ReasoningParserArg {
+    /// The format whose tags the chat template contains
+    Auto,
+    /// Reasoning stays in the text
+    None,
+    /// `<think>…</think>`
+    Qwen3,
+    /// The same; text without a tag is reasoning
+    #[value(name = "deepseek_r1")]
+    DeepseekR1,
+    /// `[THINK]…[/THINK]`
+    Mistral,
+    /// Channels of gpt-oss
+    #[value(name = "openai_gptoss")]
+    Harmony,
+}
+
+impl From<ReasoningParserArg> for FormatChoice<ReasoningFormat> {
+    fn from(arg: ReasoningParserArg) -> Self {
+        match arg {
+            ReasoningParserArg::Auto => Self::Auto,
+            ReasoningParserArg::None => Self::Off,
+            ReasoningParserArg::Qwen3 => Self::Is(ReasoningFormat::Qwen3),
+            ReasoningParserArg::DeepseekR1 => Self::Is(ReasoningFormat::DeepseekR1),
+            ReasoningParserArg::Mistral => Self::Is(ReasoningFormat::Mistral),
+            ReasoningParserArg::Harmony => Self::Is(ReasoningFormat::Harmony),
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum KvTransportArg {
     /// Device to device or shared memory on one host, TCP between hosts
@@ -175,6 +247,12 @@ pub(crate) struct EngineArgs {
     /// Model name in requests [default: name of the checkpoint directory]
     #[arg(long, value_name = "NAME")]
     pub(crate) served_model_name: Option<String>,
+    /// Format of tool calls in chats
+    #[arg(long, value_name = "NAME", value_enum, default_value = "auto")]
+    pub(crate) tool_call_parser: ToolCallParserArg,
+    /// Format of reasoning in chats
+    #[arg(long, value_name = "NAME", value_enum, default_value = "auto")]
+    pub(crate) reasoning_parser: ReasoningParserArg,
     /// Legs that this engine serves
     #[arg(long, value_name = "NAME", value_enum, default_value = "both")]
     pub(crate) role: RoleArg,

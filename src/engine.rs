@@ -8,6 +8,7 @@ use baton_engine::compute::cpu::{WeightLoadProgress, WeightMode};
 use baton_engine::compute::cuda::{Accelerator, DeviceChoice, GPU_MEMORY_UTILIZATION};
 use baton_engine::engine::Engine;
 use baton_engine::model::ModelFiles;
+use baton_engine::model::output::OutputOptions;
 use baton_engine::offload::open::DiskOptions;
 use baton_engine::run::options::EngineOptions;
 
@@ -64,6 +65,8 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     let model = args.model.map_or_else(builtin::model, ModelFiles::Dir);
     let mut options = EngineOptions::new(model);
     options.served_model_name = args.served_model_name;
+    options.output =
+        OutputOptions { calls: args.tool_call_parser.into(), reasoning: args.reasoning_parser.into() };
     options.role = args.role.into();
     options.listen = args.listen;
     options.data_parallel_size = args.data_parallel_size;

@@ -25,6 +25,7 @@ use crate::metrics::EngineMetrics;
 use crate::model::chat_template::ChatTemplate;
 use crate::model::config::ModelConfig;
 use crate::model::identity::identity;
+use crate::model::output::OutputFormat;
 use crate::model::tokenizer::Tokenizer;
 use crate::model::weights::Weights;
 use crate::run::options::{EngineOptions, StartError, system};
@@ -103,6 +104,7 @@ impl Engine {
             name: model,
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
             tokenizer,
+            output: OutputFormat::of_model(options.output, &template),
             template,
             defaults: config.generation.clone(),
             eos,

@@ -46,8 +46,8 @@ pub use request::{
 };
 pub use request::{DetokenizeRequest, TokenizeRequest};
 pub use response::{
-    ChoiceDelta, ChunkEncoder, Finish, FinishReason, FinishedChoice, ModelCard, PromptTokenLogprob,
-    ReplyHead, StopReason, TokenLogprob, TopLogprob, Usage,
+    CallDelta, ChoiceDelta, ChunkEncoder, Finish, FinishReason, FinishedChoice, MessageParts, ModelCard,
+    PromptTokenLogprob, ReplyHead, StopReason, TokenLogprob, ToolCall, TopLogprob, Usage,
 };
 
 pub use raw::{RawBody, RequestOutline, strip};

@@ -127,7 +127,7 @@ pub struct GenerateRequest {
 }
 
 /// The fields of a request other than its input and the fields that belong to the input.
-const SMALL_FIELDS: [&str; 31] = [
+const SMALL_FIELDS: [&str; 34] = [
     "model",
     "n",
     "echo",
@@ -157,6 +157,9 @@ const SMALL_FIELDS: [&str; 31] = [
     "cache_salt",
     "user",
     "tool_choice",
+    "parallel_tool_calls",
+    "include_reasoning",
+    "reasoning_effort",
     "add_generation_prompt",
     "continue_final_message",
 ];

@@ -13,10 +13,12 @@
 mod choice;
 mod logprobs;
 mod models;
+mod parts;
 mod stream;
 
 pub use logprobs::{PromptTokenLogprob, TokenLogprob, TopLogprob};
 pub use models::{DetokenizeReply, ModelCard, TokenizeReply, models};
+pub use parts::{CallDelta, MessageParts, ToolCall};
 pub use stream::ChunkEncoder;
 
 use bytes::Bytes;
@@ -124,6 +126,8 @@ pub struct FinishedChoice {
     pub index: u32,
     /// The text; with `echo` after the prompt.
     pub text: String,
+    /// Chat: what the message has beside its text.
+    pub parts: MessageParts,
     /// Log-probabilities of the tokens, if requested.
     pub logprobs: Option<Vec<TokenLogprob>>,
     /// The end of the choice.
@@ -144,6 +148,12 @@ pub struct ChoiceDelta<'a> {
     pub index: u32,
     /// New text; may be empty (half a character, a possible stop string, the end).
     pub text: &'a str,
+    /// Chat: new reasoning. An empty one announces that reasoning may follow.
+    pub reasoning: Option<&'a str>,
+    /// Chat: additions to calls.
+    pub calls: &'a [CallDelta],
+    /// Chat: whether the choice has had calls, for the reason of its end.
+    pub called: bool,
     /// Log-probabilities of the new tokens, if requested.
     pub logprobs: Option<&'a [TokenLogprob]>,
     /// Completions: number of characters before the new tokens, for `text_offset`.

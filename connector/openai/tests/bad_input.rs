@@ -401,6 +401,45 @@ fn content_parts_tool_calls_and_flags_reach_the_template() {
 }
 
 #[test]
+fn fields_of_tools_and_reasoning_are_checked_and_reach_the_template() {
+    let user = json!({"role": "user", "content": "x"});
+    let with = |field: &str, value: Value| chat(json!({"messages": [user], field: value}));
+    refuses(with("parallel_tool_calls", json!("yes")), Some("parallel_tool_calls"), "true or false");
+    refuses(with("include_reasoning", json!(1)), Some("include_reasoning"), "true or false");
+    refuses(with("reasoning_effort", json!("huge")), Some("reasoning_effort"), "none, minimal, low");
+    refuses(with("thinking_token_budget", json!(5)), Some("thinking_token_budget"), "not supported");
+
+    let read = |body: Value| match chat(body).expect("sound").input {
+        Input::Chat(chat) => *chat,
+        Input::Prompts(_) => panic!("a conversation"),
+    };
+    let plain = read(json!({"messages": [user]}));
+    assert!(plain.parallel_tool_calls && plain.include_reasoning && plain.template_kwargs.is_empty());
+    let one = read(json!({"messages": [user], "parallel_tool_calls": false, "include_reasoning": false}));
+    assert!(!one.parallel_tool_calls && !one.include_reasoning);
+    // As in vLLM: an effort turns thinking on or off, unless the client does.
+    let kwargs = |body| Value::Object(read(body).template_kwargs);
+    assert_eq!(
+        kwargs(json!({"messages": [user], "reasoning_effort": "none"})),
+        json!({"reasoning_effort": "none", "enable_thinking": false})
+    );
+    assert_eq!(
+        kwargs(
+            json!({"messages": [user], "reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": false}})
+        ),
+        json!({"enable_thinking": false, "reasoning_effort": "low"})
+    );
+    // Templates read one of two names; a message without calls has none.
+    for name in ["reasoning", "reasoning_content"] {
+        let message = json!({"role": "assistant", "content": "y", name: "Hm.", "tool_calls": []});
+        assert_eq!(
+            read(json!({"messages": [message]})).messages[0],
+            json!({"role": "assistant", "content": "y", "reasoning": "Hm.", "reasoning_content": "Hm."})
+        );
+    }
+}
+
+#[test]
 fn tokenize_and_detokenize_read_vllms_shapes() {
     let limits = ParseLimits::default();
     let object = |value: Value| parse_object(value.to_string().as_bytes(), &limits).expect("an object");

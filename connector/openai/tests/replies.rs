@@ -2,8 +2,8 @@
 
 use baton_openai::response::{DetokenizeReply, TokenizeReply, models};
 use baton_openai::{
-    ChoiceDelta, Endpoint, Finish, FinishReason, FinishedChoice, ModelCard, PromptTokenLogprob, ReplyHead,
-    StopReason, TokenLogprob, TopLogprob, Usage,
+    CallDelta, ChoiceDelta, Endpoint, Finish, FinishReason, FinishedChoice, MessageParts, ModelCard,
+    PromptTokenLogprob, ReplyHead, StopReason, TokenLogprob, ToolCall, TopLogprob, Usage,
 };
 use bytes::Bytes;
 use serde_json::{Value, json};
@@ -45,6 +45,7 @@ fn a_completion_in_one_piece_has_vllms_fields() {
     let choice = FinishedChoice {
         index: 0,
         text: "é\nb".into(),
+        parts: MessageParts::default(),
         logprobs: Some(vec![token("é", -0.5, "x"), token("\nb", f32::NEG_INFINITY, "y")]),
         finish: stopped(Some(StopReason::Text("END".into()))),
         token_ids: Some(vec![5, 6]),
@@ -78,6 +79,7 @@ fn a_chat_reply_in_one_piece_has_openais_fields() {
     let choice = FinishedChoice {
         index: 1,
         text: "hi".into(),
+        parts: MessageParts::default(),
         logprobs: Some(vec![token("hi", -0.5, "x")]),
         finish: Finish { reason: FinishReason::Length, stop: None },
         token_ids: None,
@@ -134,6 +136,60 @@ fn a_chat_stream_is_role_deltas_usage_and_done() {
 }
 
 #[test]
+fn reasoning_and_calls_have_fields_of_their_own() {
+    let call = ToolCall { id: "call_1".into(), name: "f".into(), arguments: "{\"a\":1}".into() };
+    let parts = MessageParts { reasoning: "Hm.".into(), calls: vec![call] };
+    let choice = |text: &str, finish| FinishedChoice {
+        index: 0,
+        text: text.into(),
+        parts: parts.clone(),
+        logprobs: None,
+        finish,
+        token_ids: None,
+        prompt_token_ids: None,
+        prompt_logprobs: None,
+    };
+    let whole = |choice| json_of(&head(Endpoint::Chat).full(&[choice], &USAGE, None))["choices"][0].clone();
+    let reply = whole(choice("", stopped(None)));
+    assert_eq!(
+        reply["message"],
+        json!({
+            "role": "assistant", "content": null, "refusal": null, "reasoning_content": "Hm.", "reasoning": "Hm.",
+            "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{\"a\":1}"}}],
+        })
+    );
+    assert_eq!(reply["finish_reason"], "tool_calls");
+    // A text that was cut off did not end because of its calls.
+    let reply = whole(choice("x", Finish { reason: FinishReason::Length, stop: None }));
+    assert_eq!((&reply["message"]["content"], &reply["finish_reason"]), (&json!("x"), &json!("length")));
+
+    let chunks = head(Endpoint::Chat).chunks();
+    let delta = |delta: &ChoiceDelta<'_>| event(&chunks.delta(delta, None, None))["choices"][0].clone();
+    let calls = [
+        CallDelta { index: 0, head: Some(("call_1".into(), "f".into())), arguments: String::new() },
+        CallDelta { index: 1, head: None, arguments: "{}".into() },
+    ];
+    let chunk = delta(&ChoiceDelta { calls: &calls, ..ChoiceDelta::default() });
+    assert_eq!(
+        chunk["delta"],
+        json!({"tool_calls": [
+            {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}},
+            {"index": 1, "function": {"arguments": "{}"}},
+        ]})
+    );
+    let chunk = delta(&ChoiceDelta { reasoning: Some("Hm."), ..ChoiceDelta::default() });
+    assert_eq!(chunk["delta"], json!({"reasoning_content": "Hm.", "reasoning": "Hm."}));
+    let finish = stopped(None);
+    let last = delta(&ChoiceDelta { called: true, finish: Some(&finish), ..ChoiceDelta::default() });
+    assert_eq!(last["finish_reason"], "tool_calls");
+    let role = event(&chunks.reasoning_role(3, None));
+    assert_eq!(
+        role["choices"][0]["delta"],
+        json!({"role": "assistant", "content": "", "reasoning_content": "", "reasoning": ""})
+    );
+}
+
+#[test]
 fn a_completion_stream_has_no_role_and_goes_on_counting_offsets() {
     let chunks = head(Endpoint::Completions).chunks();
     assert!(chunks.role(0, None).is_none());
@@ -160,6 +216,7 @@ fn prompt_logprobs_have_vllms_form_in_the_choice_or_beside_the_choices_of_a_chat
     let choice = FinishedChoice {
         index: 0,
         text: "b".into(),
+        parts: MessageParts::default(),
         logprobs: None,
         finish: stopped(None),
         token_ids: None,
@@ -191,6 +248,7 @@ fn an_echoed_prompts_first_token_has_no_logprob() {
     let choice = FinishedChoice {
         index: 0,
         text: "a".into(),
+        parts: MessageParts::default(),
         logprobs: Some(vec![first]),
         finish: stopped(None),
         token_ids: None,

@@ -134,7 +134,7 @@ impl ChatTemplate {
             return Err(ChatError::Reserved(name.clone()));
         }
         let template = self.environment.get_template(name).map_err(|error| failed(&error))?;
-        let context = self.context(chat, template.source().contains("developer"), now);
+        let context = self.context(chat, prepared(&chat.messages, template.source()), now);
         let mut out = BoundedBuffer { bytes: Vec::new(), overflowed: false };
         let rendered = template.render_captured_to(context, &mut out).map(|_| ());
         if out.overflowed {
@@ -145,6 +145,12 @@ impl ChatTemplate {
         if chat.continue_final_message { open_end(text, chat) } else { Ok(text) }
     }
 
+    /// Whether a template's source contains a text.
+    pub(crate) fn contains(&self, text: &str) -> bool {
+        let template = |name: &String| self.environment.get_template(name);
+        self.names.iter().filter_map(|name| template(name).ok()).any(|found| found.source().contains(text))
+    }
+
     fn pick(&self, tools: bool) -> Option<&str> {
         let has = |name: &&str| self.names.iter().any(|known| known == name);
         let tool_use = Some(TOOL_USE).filter(|name| tools && has(name));
@@ -152,10 +158,9 @@ impl ChatTemplate {
     }
 
     /// The template's variables. Absent tools and documents are `none`, as in Hugging Face, not undefined.
-    fn context(&self, chat: &ChatInput, knows_developer: bool, now: SystemTime) -> Value {
+    fn context(&self, chat: &ChatInput, messages: Vec<Json>, now: SystemTime) -> Value {
         let list =
             |values: &[Json]| if values.is_empty() { Value::from(()) } else { Value::from(Serde(values)) };
-        let messages = if knows_developer { chat.messages.clone() } else { as_system(&chat.messages) };
         let special =
             self.special_tokens.iter().map(|(name, token)| (name.clone(), Value::from(token.as_str())));
         let extra =
@@ -172,16 +177,26 @@ impl ChatTemplate {
     }
 }
 
-/// OpenAI renamed `system` to `developer`. A template without the new name would drop the message or refuse it.
-fn as_system(messages: &[Json]) -> Vec<Json> {
-    let renamed = |message: &Json| {
+/// The messages in the form of a template with this source.
+///
+/// - OpenAI renamed `system` to `developer`. A template without the new name would drop the message or refuse it.
+/// - A message with calls and without text has `content` `none` in Hugging Face. Templates that compare with it
+///   (DeepSeek V3) would drop the calls otherwise. For the others it is empty, as in vLLM.
+fn prepared(messages: &[Json], source: &str) -> Vec<Json> {
+    let knows_developer = source.contains("developer");
+    let compares = ["content'] is none", "content\"] is none", "content is none"];
+    let knows_none = compares.iter().any(|compares| source.contains(compares));
+    let prepare = |message: &Json| {
         let mut message = message.clone();
-        if message["role"] == "developer" {
+        if !knows_developer && message["role"] == "developer" {
             message["role"] = Json::from("system");
+        }
+        if knows_none && message["content"] == "" && message.get("tool_calls").is_some() {
+            message["content"] = Json::Null;
         }
         message
     };
-    messages.iter().map(renamed).collect()
+    messages.iter().map(prepare).collect()
 }
 
 /// Removes the text that the template wrote after the last message's content, as Hugging Face does.

@@ -27,6 +27,8 @@ const REPLACEMENT: char = char::REPLACEMENT_CHARACTER;
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
     decode: DecodeMode,
+    /// Special tokens that are text even if the others are left out.
+    shown: Vec<u32>,
     state: State,
 }
 
@@ -56,7 +58,7 @@ impl Detokenizer {
         } else {
             State::Window(TokenWindow::default())
         };
-        Self { tokenizer, decode, state }
+        Self { tokenizer, decode, shown: Vec::new(), state }
     }
 
     /// Text that continues a prompt. A tokenizer that strips the space at the start of a text does not strip the one
@@ -74,9 +76,17 @@ impl Detokenizer {
         new
     }
 
+    /// The same, with the special tokens among these as text.
+    #[must_use]
+    pub fn showing(mut self, tokens: &[&str]) -> Self {
+        self.shown = tokens.iter().filter_map(|token| self.tokenizer.id(token)).collect();
+        self
+    }
+
     /// Adds a token. Returns the text that is complete now, often empty.
     pub fn push(&mut self, id: u32) -> String {
-        if self.decode == DecodeMode::SkipSpecial && self.tokenizer.is_special(id) {
+        let skips = self.decode == DecodeMode::SkipSpecial && !self.shown.contains(&id);
+        if skips && self.tokenizer.is_special(id) {
             return String::new();
         }
         match &mut self.state {

@@ -6,6 +6,7 @@ pub mod detokenizer;
 pub mod files;
 pub mod generation;
 pub mod identity;
+pub mod output;
 pub mod tokenizer;
 pub mod truncation;
 pub mod weights;

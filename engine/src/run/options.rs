@@ -11,6 +11,7 @@ use baton_connector::lease::LeaseTerms;
 use crate::compute::cpu::WeightMode;
 use crate::compute::cuda::DeviceChoice;
 use crate::handoff::transport::KvTransport;
+use crate::model::output::OutputOptions;
 use crate::model::{ModelError, ModelFiles};
 use crate::offload::open::OffloadOptions;
 
@@ -26,6 +27,8 @@ pub struct EngineOptions {
     pub device: DeviceChoice,
     /// The name that requests use; the checkpoint's own by default.
     pub served_model_name: Option<String>,
+    /// The formats of calls and reasoning in chats; by the chat template by default.
+    pub output: OutputOptions,
     /// Which legs it serves.
     pub role: Role,
     /// The address of the HTTP server; port 0 takes a free one.
@@ -100,6 +103,7 @@ impl EngineOptions {
             model,
             device: DeviceChoice::Cpu,
             served_model_name: None,
+            output: OutputOptions::default(),
             role: Role::Both,
             listen: loopback,
             data_parallel_size: 1,

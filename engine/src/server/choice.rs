@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use baton_openai::{Finish, GenerateRequest, StopReason, TokenLogprob, TopLogprob, Usage};
+use baton_openai::{CallDelta, Finish, GenerateRequest, StopReason, TokenLogprob, TopLogprob, Usage};
 
 use super::Frontend;
 use super::guard::SequenceGuard;
@@ -38,6 +38,10 @@ pub(super) struct Choice {
 #[derive(Default)]
 pub(super) struct ChoiceUpdate {
     pub(super) text: String,
+    /// Reasoning and calls of a chat whose text is parsed, and whether there have been any calls.
+    pub(super) reasoning: String,
+    pub(super) calls: Vec<CallDelta>,
+    pub(super) called: bool,
     pub(super) logprob: Option<TokenLogprob>,
     pub(super) token: Option<u32>,
     /// Set in the last update of a choice.
@@ -48,11 +52,13 @@ impl Choice {
     pub(super) fn new(frontend: &Frontend, request: &GenerateRequest, sequence: &NewSequence) -> Self {
         let decode = if request.skip_special_tokens { DecodeMode::SkipSpecial } else { DecodeMode::All };
         let tokenizer = Arc::clone(&frontend.model.tokenizer);
+        let detokenizer = Detokenizer::after_prompt(Arc::clone(&tokenizer), decode, &sequence.prompt);
+        let markers = frontend.model.output.of_request(request).markers();
         let include_stop = request.include_stop_str_in_output;
         let matched = if include_stop { MatchedStop::Kept } else { MatchedStop::Removed };
         Self {
             id: sequence.id,
-            detokenizer: Detokenizer::after_prompt(Arc::clone(&tokenizer), decode, &sequence.prompt),
+            detokenizer: detokenizer.showing(&markers),
             tokenizer,
             stops: StopMatcher::new(&request.stop, matched),
             stop_strings: request.stop.clone(),

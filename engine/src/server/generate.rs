@@ -4,6 +4,7 @@
 //! and an envelope, never a broken stream.
 
 mod early;
+mod parsed;
 mod prompt_logprobs;
 mod stream;
 mod structured;
@@ -15,7 +16,8 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use baton_connector::fetch::FailureKind;
 use baton_connector::{Handoff, RequestId};
 use baton_openai::{
-    ApiError, Code, Endpoint, FinishedChoice, GenerateRequest, ReplyHead, TokenLogprob, parse_object,
+    ApiError, Code, Endpoint, FinishedChoice, GenerateRequest, MessageParts, ReplyHead, TokenLogprob,
+    parse_object,
 };
 use bytes::Bytes;
 use http_body_util::BodyExt;
@@ -42,6 +44,7 @@ use crate::run::rank::DpRank;
 use crate::sampling::SampledLogprobs;
 use crate::scheduler::Refusal;
 use crate::scheduler::sequence::Purpose;
+use parsed::ParsedChoice;
 
 /// The request's name, minted by the router.
 pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -54,6 +57,8 @@ pub(super) struct GenerateTask {
     events: Receiver<(u32, SeqEvent)>,
     guard: SequenceGuard,
     choices: Vec<Choice>,
+    /// The parsers of the choices, if their text is parsed.
+    parsed: Vec<Option<ParsedChoice>>,
     prompts: Vec<Vec<u32>>,
     /// The log-probabilities of each prompt, once it is computed, if requested.
     prompt_scores: Vec<Vec<SampledLogprobs>>,
@@ -199,6 +204,10 @@ impl GenerateTask {
         let ids: Vec<_> = submissions.iter().map(|submission| submission.sequence.id).collect();
         let choice = |submission: &Submission| Choice::new(&frontend, &request, &submission.sequence);
         let choices: Vec<_> = submissions.iter().map(choice).collect();
+        let parsed = |submission: &Submission| {
+            ParsedChoice::new(&frontend.model, &request, &submission.sequence, submission.index)
+        };
+        let parsed: Vec<_> = submissions.iter().map(parsed).collect();
         let target = handoff.map(HandoffGuard::into_target);
         submissions[0].target.clone_from(&target);
         let queued = match request_guard.status.snapshot().failed {
@@ -233,6 +242,7 @@ impl GenerateTask {
             events,
             choices,
             prompt_scores: vec![Vec::new(); prompts.len()],
+            parsed,
             prompts,
             usage,
             handoff: None,
@@ -282,7 +292,10 @@ impl GenerateTask {
             }
             SeqEvent::Unavailable(why) => return Err(ApiError::unavailable(why, QUEUE_RETRY)),
         };
-        let Some(piece) = piece else { return Ok(GenerateProgress::Nothing) };
+        let Some(mut piece) = piece else { return Ok(GenerateProgress::Nothing) };
+        if let Some(parsed) = &mut self.parsed[index as usize] {
+            parsed.apply(&mut piece);
+        }
         self.open -= usize::from(piece.finish.is_some());
         Ok(GenerateProgress::Piece(index as usize, piece))
     }
@@ -291,11 +304,13 @@ impl GenerateTask {
     async fn collect(&mut self, first: GenerateProgress) -> Result<(Bytes, Option<Box<Handoff>>), ApiError> {
         let mut texts = vec![String::new(); self.choices.len()];
         let mut logprobs: Vec<Vec<TokenLogprob>> = vec![Vec::new(); self.choices.len()];
+        let mut parts = vec![MessageParts::default(); self.choices.len()];
         let mut progress = first;
         loop {
-            if let GenerateProgress::Piece(index, piece) = progress {
+            if let GenerateProgress::Piece(index, mut piece) = progress {
                 texts[index].push_str(&piece.text);
-                logprobs[index].extend(piece.logprob);
+                logprobs[index].extend(piece.logprob.take());
+                parsed::collect(&mut parts[index], piece);
             }
             if self.open == 0 {
                 break;
@@ -320,6 +335,7 @@ impl GenerateTask {
                 } else {
                     text
                 },
+                parts: std::mem::take(&mut parts[index]),
                 logprobs: self.request.logprobs.map(with_prompt),
                 finish: choice.finish.take().expect("every choice has ended"),
                 token_ids: self.request.return_token_ids.then(|| std::mem::take(&mut choice.tokens)),

@@ -9,6 +9,7 @@ use baton_openai::{ApiError, Code, Endpoint, GenerateRequest, Input, ModelCard, 
 use crate::grammar::GrammarService;
 use crate::model::chat_template::ChatTemplate;
 use crate::model::generation::GenerationDefaults;
+use crate::model::output::OutputFormat;
 use crate::model::tokenizer::{SpecialTokens, Tokenizer};
 use crate::model::truncation::PromptCut;
 use crate::scheduler::sequence::StopRule;
@@ -23,6 +24,8 @@ pub struct ServedModel {
     pub tokenizer: Arc<Tokenizer>,
     /// Converts conversations to text.
     pub template: ChatTemplate,
+    /// The formats of calls and reasoning in its chats.
+    pub output: OutputFormat,
     /// The model's sampling defaults.
     pub defaults: GenerationDefaults,
     /// The model's end-of-sequence tokens.

@@ -17,7 +17,7 @@ use baton_connector_leases::event_log::{RequestEvent, tag};
 use baton_openai::limits::COMPLETIONS_MAX_TOKENS_DEFAULT;
 use baton_openai::{
     ApiError, ChoiceDelta, ChunkEncoder, Code, Endpoint, Finish, FinishReason, FinishedChoice,
-    GenerateRequest, Object, ParseLimits, ReplyHead, Usage, parse_object, recover_member, sse,
+    GenerateRequest, MessageParts, Object, ParseLimits, ReplyHead, Usage, parse_object, recover_member, sse,
 };
 use serde_json::Value;
 use tokio::sync::Notify;
@@ -320,6 +320,7 @@ impl ActiveRequest<'_> {
                 let choice = FinishedChoice {
                     index: 0,
                     text: words.concat(),
+                    parts: MessageParts::default(),
                     logprobs: None,
                     finish: length(),
                     token_ids: None,

@@ -14,6 +14,9 @@ use crate::scan::tree_bytes;
 
 pub(crate) const ROLES: [&str; 5] = ["developer", "system", "user", "assistant", "tool"];
 
+/// Values of `reasoning_effort`: OpenAI's, and vLLM's `max`.
+const EFFORTS: [&str; 7] = ["none", "minimal", "low", "medium", "high", "xhigh", "max"];
+
 /// Tool calls of one message.
 pub(crate) const TOOL_CALLS_MAX: usize = 128;
 
@@ -26,6 +29,10 @@ pub struct ChatInput {
     pub tools: Vec<Value>,
     /// The client's choice of tools.
     pub tool_choice: ToolChoice,
+    /// Whether a reply may have several calls of tools. Default true.
+    pub parallel_tool_calls: bool,
+    /// Whether the reply contains the model's reasoning (vLLM's extension). Default true.
+    pub include_reasoning: bool,
     /// Documents for templates that read them.
     pub documents: Vec<Value>,
     /// Extra variables of the template, such as `enable_thinking`.
@@ -57,8 +64,8 @@ pub(super) fn read(fields: Fields<'_>, limits: &ParseLimits) -> Result<ChatInput
         let message = "the arguments of the tool calls in `messages` have too many values";
         return Err(ApiError::invalid("messages", message).with_code(Code::TooManyValues));
     }
-    let TurnOptions { continue_final_message, add_generation_prompt, tool_choice } =
-        turn_options(fields, limits.scope)?;
+    let turn = turn_options(fields, limits.scope)?;
+    let TurnOptions { continue_final_message, add_generation_prompt, tool_choice, .. } = turn;
     let tools = objects(fields, "tools", limits)?;
     Ok(ChatInput {
         messages: messages
@@ -68,8 +75,10 @@ pub(super) fn read(fields: Fields<'_>, limits: &ParseLimits) -> Result<ChatInput
             .collect::<Result<_, _>>()?,
         tools: if tool_choice == ToolChoice::None { Vec::new() } else { tools },
         tool_choice,
+        parallel_tool_calls: turn.parallel_tool_calls,
+        include_reasoning: turn.include_reasoning,
         documents: objects(fields, "documents", limits)?,
-        template_kwargs: fields.object("chat_template_kwargs")?.cloned().unwrap_or_default(),
+        template_kwargs: template_kwargs(fields, limits.scope)?,
         add_generation_prompt: add_generation_prompt.unwrap_or(!continue_final_message),
         continue_final_message,
     })
@@ -86,6 +95,8 @@ pub(super) struct TurnOptions {
     continue_final_message: bool,
     add_generation_prompt: Option<bool>,
     tool_choice: ToolChoice,
+    parallel_tool_calls: bool,
+    include_reasoning: bool,
 }
 
 pub(super) fn turn_options(fields: Fields<'_>, scope: Scope) -> Result<TurnOptions, ApiError> {
@@ -95,11 +106,36 @@ pub(super) fn turn_options(fields: Fields<'_>, scope: Scope) -> Result<TurnOptio
         let message = "`continue_final_message` and `add_generation_prompt` cannot both be true";
         return Err(ApiError::invalid("continue_final_message", message));
     }
+    reasoning_effort(fields, scope)?;
     Ok(TurnOptions {
         continue_final_message,
         add_generation_prompt,
         tool_choice: tool_choice(fields, scope)?,
+        parallel_tool_calls: fields.boolean("parallel_tool_calls")?.unwrap_or(true),
+        include_reasoning: fields.boolean("include_reasoning")?.unwrap_or(true),
     })
+}
+
+/// The variables of the template. `reasoning_effort` is one, and turns thinking on or off, unless the client sets them
+/// (as in vLLM).
+fn template_kwargs(fields: Fields<'_>, scope: Scope) -> Result<Map<String, Value>, ApiError> {
+    let mut kwargs = fields.object("chat_template_kwargs")?.cloned().unwrap_or_default();
+    if let Some(effort) = reasoning_effort(fields, scope)? {
+        kwargs.entry("reasoning_effort").or_insert_with(|| effort.into());
+        kwargs.entry("enable_thinking").or_insert_with(|| (effort != "none").into());
+    }
+    Ok(kwargs)
+}
+
+fn reasoning_effort(fields: Fields<'_>, scope: Scope) -> Result<Option<&str>, ApiError> {
+    let effort = fields.string("reasoning_effort")?;
+    match effort.filter(|effort| scope == Scope::ThisEngine && !EFFORTS.contains(effort)) {
+        Some(other) => {
+            let expected = "none, minimal, low, medium, high, xhigh or max";
+            Err(must_be("reasoning_effort", expected, &Value::from(other)))
+        }
+        None => Ok(effort),
+    }
 }
 
 fn objects(fields: Fields<'_>, name: &str, limits: &ParseLimits) -> Result<Vec<Value>, ApiError> {
@@ -137,10 +173,17 @@ fn message(index: usize, value: &Value, scope: Scope) -> Result<Value, ApiError>
     let mut out = map.clone();
     let text = content(fields, role, scope)?;
     out.insert("content".to_owned(), Value::String(text));
-    if let Some(calls) = fields.array("tool_calls", scope.most(TOOL_CALLS_MAX))? {
-        out.insert("tool_calls".to_owned(), Value::Array(tool_calls(calls, &path)?));
-    } else {
-        out.remove("tool_calls");
+    match fields.array("tool_calls", scope.most(TOOL_CALLS_MAX))? {
+        Some([]) | None => drop(out.remove("tool_calls")),
+        Some(calls) => {
+            out.insert("tool_calls".to_owned(), Value::Array(tool_calls(calls, &path)?));
+        }
+    }
+    // Both names of a message's reasoning reach the template.
+    for (name, other) in [("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")] {
+        if let (Some(text @ Value::String(_)), None) = (fields.get(name), fields.get(other)) {
+            out.insert(other.to_owned(), text.clone());
+        }
     }
     Ok(Value::Object(out))
 }

@@ -33,6 +33,7 @@ const CHAT: &[(&str, NeutralCheck)] = &[
     ("functions", EMPTY),
     ("function_call", NEVER),
     ("chat_template", NEVER),
+    ("thinking_token_budget", NEVER),
 ];
 
 /// Whether the field is one of these.

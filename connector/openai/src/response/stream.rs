@@ -51,7 +51,14 @@ impl ChunkEncoder {
     #[must_use]
     pub fn role(&self, index: u32, prompt_token_ids: Option<&[u32]>) -> Option<Bytes> {
         (self.endpoint == Endpoint::Chat)
-            .then(|| self.frame(Some(&Choice::role(index)), prompt_token_ids, None, None))
+            .then(|| self.frame(Some(&Choice::role(index, None)), prompt_token_ids, None, None))
+    }
+
+    /// The same for a choice that may begin with reasoning: an empty one announces it. A router that would continue a
+    /// broken stream as plain text sees that it cannot.
+    #[must_use]
+    pub fn reasoning_role(&self, index: u32, prompt_token_ids: Option<&[u32]>) -> Bytes {
+        self.frame(Some(&Choice::role(index, Some(""))), prompt_token_ids, None, None)
     }
 
     /// The addition of one step to a choice. `usage` is for `continuous_usage_stats`. The handoff belongs in the chunk

@@ -9,6 +9,7 @@ use baton_openai::{ApiError, ChoiceDelta, ChunkEncoder, sse};
 use bytes::Bytes;
 use hyper::body::{Body, Frame};
 
+use super::parsed::ParsedChoice;
 use super::prompt_logprobs::echoed_tokens;
 use super::{GenerateProgress, GenerateTask, echoed};
 use crate::server::choice::ChoiceUpdate;
@@ -43,7 +44,11 @@ impl StreamBody {
             let request = &self.task.request;
             let prompt = &self.task.prompts[index / request.n as usize];
             let ids = request.return_token_ids.then_some(prompt.as_slice());
-            let role = self.chunks.role(index as u32, ids);
+            let reasons = self.task.parsed[index].as_ref().is_some_and(ParsedChoice::may_reason);
+            let role = match reasons {
+                true => Some(self.chunks.reasoning_role(index as u32, ids)),
+                false => self.chunks.role(index as u32, ids),
+            };
             self.prompt_named[index] = role.is_some();
             self.frames.extend(role);
             if request.echo && !self.echo_due[index] {
@@ -85,8 +90,9 @@ impl StreamBody {
     fn piece(&mut self, index: usize, piece: &ChoiceUpdate) {
         let request = &self.task.request;
         let ids = piece.token.filter(|_| request.return_token_ids);
-        let silent =
-            piece.text.is_empty() && piece.logprob.is_none() && ids.is_none() && piece.finish.is_none();
+        let parts = !(piece.reasoning.is_empty() && piece.calls.is_empty());
+        let shown = parts || piece.logprob.is_some() || ids.is_some() || piece.finish.is_some();
+        let silent = piece.text.is_empty() && !shown;
         if silent {
             return;
         }
@@ -100,6 +106,9 @@ impl StreamBody {
         let delta = ChoiceDelta {
             index: index as u32,
             text: &piece.text,
+            reasoning: Some(piece.reasoning.as_str()).filter(|text| !text.is_empty()),
+            calls: &piece.calls,
+            called: piece.called,
             logprobs: piece.logprob.as_ref().map(std::slice::from_ref),
             text_offset: choice.characters,
             finish: piece.finish.as_ref(),

@@ -17,7 +17,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use baton_connector::RequestId;
 use baton_connector_leases::event_log::{RequestEvent, tag};
 use baton_openai::{
-    ChoiceDelta, ChunkEncoder, Endpoint, Finish, FinishReason, FinishedChoice, ReplyHead, Usage, sse,
+    ChoiceDelta, ChunkEncoder, Endpoint, Finish, FinishReason, FinishedChoice, MessageParts, ReplyHead,
+    Usage, sse,
 };
 use serde_json::{Value, json};
 use tokio::sync::Notify;
@@ -241,6 +242,7 @@ impl<'a> SglangExchange<'a> {
                 let choice = FinishedChoice {
                     index: 0,
                     text: words,
+                    parts: MessageParts::default(),
                     logprobs: None,
                     finish: Finish { reason, stop: None },
                     token_ids: None,
