@@ -328,6 +328,9 @@ pub(crate) struct EngineArgs {
     /// Size of the disk tier in MiB; files of other models, layouts or ranks are not counted or deleted
     #[arg(long, value_name = "MIB", requires = "kv_offload_disk")]
     pub(crate) kv_offload_disk_mib: Option<u64>,
+    /// KV events for routers as vLLM's JSON: `enable_kv_cache_events`, `endpoint`, `topic` and others
+    #[arg(long, value_name = "JSON")]
+    pub(crate) kv_events_config: Option<String>,
     /// Concurrent reads from prefill engines
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub(crate) fetch_workers: usize,

@@ -7,6 +7,7 @@ use baton_connector::layout::KvDtype;
 use baton_engine::compute::cpu::{WeightLoadProgress, WeightMode};
 use baton_engine::compute::cuda::{Accelerator, DeviceChoice, GPU_MEMORY_UTILIZATION};
 use baton_engine::engine::Engine;
+use baton_engine::kv_events::KvEventsConfig;
 use baton_engine::model::ModelFiles;
 use baton_engine::model::output::OutputOptions;
 use baton_engine::offload::open::DiskOptions;
@@ -99,6 +100,10 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     if let (Some(dir), Some(mib)) = (args.kv_offload_disk, args.kv_offload_disk_mib) {
         let bytes = mib.checked_mul(1 << 20).ok_or("--kv-offload-disk-mib is too large")?;
         options.offload.disk = Some(DiskOptions { dir, bytes });
+    }
+    if let Some(json) = &args.kv_events_config {
+        let config = KvEventsConfig::parse(json);
+        options.kv_events = config.map_err(|error| format!("--kv-events-config: {error}"))?;
     }
     options.fetch_workers = args.fetch_workers;
     options.threads = args.threads;

@@ -21,6 +21,7 @@ use crate::compute::cuda::{Accelerator, DeviceChoice, DeviceOptions, Element, Po
 use crate::compute::shared_pool::shared_pool;
 use crate::grammar::GrammarService;
 use crate::handoff::transport::{KvTransport, NixlState};
+use crate::kv_events::EventSockets;
 use crate::metrics::EngineMetrics;
 use crate::model::chat_template::ChatTemplate;
 use crate::model::config::ModelConfig;
@@ -64,6 +65,7 @@ impl Engine {
             .map_err(system(format!("listen on {} (--listen)", options.listen)))?;
         listener.set_nonblocking(true).map_err(system("listen"))?;
         let sides = side_channels(&options)?;
+        let events = event_sockets(&options)?;
         let http = listener.local_addr().map_err(system("listen"))?;
         let listener = tokio::net::TcpListener::from_std(listener).map_err(system("listen"))?;
 
@@ -98,7 +100,7 @@ impl Engine {
         };
         let (vocab, batch_invariant) = (executors[0].vocab(), executors[0].is_batch_invariant());
         let metrics = Arc::new(EngineMetrics::new(&model));
-        let running = start_ranks(&common, executors, sides, &metrics, &model)?;
+        let running = start_ranks(&common, executors, sides, events, &metrics, &model)?;
         let model = ServedModel {
             grammars: GrammarService::new(&tokenizer, vocab, &eos),
             name: model,
@@ -212,18 +214,19 @@ fn start_ranks(
     common: &RankContext<'_>,
     executors: Vec<Box<dyn Executor>>,
     sides: Vec<TcpListener>,
+    events: Vec<EventSockets>,
     metrics: &Arc<EngineMetrics>,
     model: &str,
 ) -> Result<Vec<RunningRank>, StartError> {
     let mut running = Vec::with_capacity(executors.len());
-    let mut sides = sides.into_iter();
+    let (mut sides, mut events) = (sides.into_iter(), events.into_iter());
     for (rank, executor) in executors.into_iter().enumerate() {
         let side = sides.by_ref().take(common.options.kv_ranks).collect();
         let metrics = match rank {
             0 => Arc::clone(metrics),
             _ => Arc::new(metrics.sibling(model, rank)),
         };
-        running.push(RunningRank::start(common, rank, executor, side, metrics)?);
+        running.push(RunningRank::start(common, rank, executor, side, events.next(), metrics)?);
     }
     let leases: Vec<_> = running.iter().map(|running| Arc::clone(&running.core.leases)).collect();
     LeaseService::link_siblings(&leases);
@@ -243,6 +246,15 @@ fn side_channels(options: &EngineOptions) -> Result<Vec<TcpListener>, StartError
         TcpListener::bind(at).map_err(system(format!("listen on {at} (--side-channel)")))
     };
     (0..options.data_parallel_size * options.kv_ranks).map(listen).collect()
+}
+
+/// The sockets for KV events of each data-parallel rank, if events are published.
+fn event_sockets(options: &EngineOptions) -> Result<Vec<EventSockets>, StartError> {
+    let Some(config) = &options.kv_events else { return Ok(Vec::new()) };
+    let own = options.listen.ip();
+    let bind = |rank| EventSockets::bind(config, rank, own);
+    let bound: Result<_, _> = (0..options.data_parallel_size).map(bind).collect();
+    bound.map_err(|error| StartError::Options(format!("--kv-events-config: {error}")))
 }
 
 /// One executor per rank, over the same weights.

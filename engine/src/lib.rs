@@ -20,6 +20,7 @@
 //! | [`offload`] | tiers below the pool: host memory and disk |
 //! | [`scheduler`] | sequences, batches, admission, preemption |
 //! | [`engine_core`] | all decisions between two forward passes; mailbox and status |
+//! | [`kv_events`] | KV events for routers, in vLLM's form over ZeroMQ |
 //! | [`metrics`] | metrics of one engine core |
 //! | [`handoff`] | the owner of a producer's leases, reads of a consumer, the choice of a transport |
 //! | [`run`] | the step loop, and the threads of one data-parallel rank |
@@ -32,6 +33,7 @@ pub mod engine;
 pub mod engine_core;
 pub mod grammar;
 pub mod handoff;
+pub mod kv_events;
 mod log_span;
 pub mod metrics;
 pub mod model;

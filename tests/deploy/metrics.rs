@@ -199,7 +199,7 @@ fn differences(table: &BTreeMap<String, String>, live: &BTreeMap<String, String>
     unlisted.chain(missing.map(|(name, kind)| format!("no process has the {kind} {name}"))).collect()
 }
 
-/// A metric of engines whose pool is in a device's memory. `tests/e2e/device.rs` reads it.
+/// A metric of engines whose pool is in a device's memory. `tests/e2e/transports/device.rs` reads it.
 const OF_DEVICES: [&str; 1] = ["baton_kv_mirror_blocks_total"];
 
 #[test]

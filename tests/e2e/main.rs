@@ -5,7 +5,7 @@
 //! |---|---|
 //! | `../harness/` | shared code: a cluster, its snapshots, a client that can disconnect |
 //! | `disconnects` | a client disconnects in every phase of a request: all blocks are freed |
-//! | `device` | blocks go from device to device if both engines have one |
+//! | `caches` | the router follows the engines' caches by their KV events |
 //! | `early` | blocks are fetched while they are computed; a client disconnects or an engine dies meanwhile |
 //! | `judge` | `baton bench disconnect` finds faults, and only faults |
 //! | `recall` | the text shows that the blocks arrived |
@@ -19,6 +19,7 @@
 //! | `bad_input` | invalid requests, and values that clients may not choose |
 //! | `upgrade` | routers and engines are replaced under load: no request fails |
 //! | `pages` | the commands of README and tutorial |
+//! | `transports` | blocks go from device to device if both engines have one; the real NIXL |
 //! | `up` | `baton up`: its banner, its supervision, its end |
 //! | `vanish` | `baton bench disconnect` checks whether the router detects clients whose host vanishes |
 //! | `watching` | `baton top` and `baton doctor` |
@@ -26,14 +27,13 @@
 #![allow(clippy::print_stdout, reason = "--nocapture shows the measured times")]
 
 mod bad_input;
-mod device;
+mod caches;
 mod disconnects;
 mod early;
 mod endings;
 #[path = "../harness/mod.rs"]
 mod harness;
 mod judge;
-mod nixl;
 mod pages;
 mod recall;
 mod refusals;
@@ -42,6 +42,7 @@ mod resume;
 mod sidecar;
 mod stale;
 mod storm;
+mod transports;
 mod up;
 mod upgrade;
 mod vanish;

@@ -17,6 +17,8 @@ pub(crate) struct ClusterPlan {
     prefill: Vec<Vec<String>>,
     decode: Vec<Vec<String>>,
     router: Value,
+    /// Keys of both pools.
+    pools: Value,
     fallback: &'static str,
     resume: bool,
     early: bool,
@@ -54,6 +56,7 @@ impl Cluster {
             prefill: Vec::new(),
             decode: Vec::new(),
             router: json!({}),
+            pools: json!({}),
             fallback: "aggregate",
             resume: false,
             early: true,
@@ -183,6 +186,12 @@ impl ClusterPlan {
         self
     }
 
+    /// Sets a key of both pools in the router's configuration.
+    pub(crate) fn pools(mut self, key: &str, value: Value) -> Self {
+        self.pools[key] = value;
+        self
+    }
+
     /// Starts all processes and waits until the router serves.
     pub(crate) fn start(mut self) -> Cluster {
         let folder = tempfile::tempdir().expect("a temporary folder");
@@ -219,7 +228,9 @@ impl ClusterPlan {
             if let Some(proxy) = first {
                 urls[0] = proxy.address.to_string();
             }
-            json!({"engines": urls.iter().map(|url| json!({"url": format!("http://{url}")})).collect::<Vec<_>>()})
+            let mut pool = self.pools.clone();
+            pool["engines"] = urls.iter().map(|url| json!({"url": format!("http://{url}")})).collect();
+            pool
         };
         let mut config = self.router;
         config["listen"] = json!("127.0.0.1:0");

@@ -32,6 +32,7 @@ const LAYERS: &[(&str, &[&str])] = &[
             "offload",
             "scheduler",
             "engine_core",
+            "kv_events",
             "metrics",
             "handoff",
             "run",

@@ -21,6 +21,7 @@ use std::collections::HashMap;
 
 use baton_connector::BlockId;
 
+use crate::blocks::cache_events::{CacheEventLog, CacheMedium};
 use crate::blocks::hash::BlockHash;
 
 /// The number of blocks in each state.
@@ -75,6 +76,8 @@ struct BlockState {
     /// Neighbours in the free list, valid only while the block is not held.
     previous: Option<u32>,
     next: Option<u32>,
+    /// The audience of its last event.
+    announced: Option<u64>,
 }
 
 impl BlockState {
@@ -92,6 +95,8 @@ pub struct BlockPool {
     tail: Option<u32>,
     available: usize,
     usage: BlockUsage,
+    /// Changes of the prefix cache, if they are recorded.
+    events: Option<CacheEventLog>,
 }
 
 impl BlockPool {
@@ -105,11 +110,37 @@ impl BlockPool {
             tail: None,
             available: 0,
             usage: BlockUsage { total, free: total, ..BlockUsage::default() },
+            events: None,
         };
         for id in 0..total {
             pool.push_back(BlockId(u32::try_from(id).expect("block ids are 32 bits")));
         }
         pool
+    }
+
+    /// Records changes of the prefix cache from now on. The owner must drain them.
+    pub fn record_events(&mut self) {
+        self.events = Some(CacheEventLog::default());
+    }
+
+    /// The recorded changes; `None` if they are not recorded.
+    pub fn events_mut(&mut self) -> Option<&mut CacheEventLog> {
+        self.events.as_mut()
+    }
+
+    /// Whether the present audience has an event of this block. True if no changes are recorded.
+    #[must_use]
+    pub fn is_announced(&self, id: BlockId) -> bool {
+        let audience = self.events.as_ref().map(CacheEventLog::audience);
+        audience.is_none_or(|audience| self.blocks[id.index()].announced == Some(audience))
+    }
+
+    /// The present audience has an event of these blocks.
+    pub fn mark_announced(&mut self, blocks: &[BlockId]) {
+        let audience = self.events.as_ref().map(CacheEventLog::audience);
+        for id in blocks {
+            self.blocks[id.index()].announced = audience;
+        }
     }
 
     /// Blocks by state.
@@ -144,6 +175,9 @@ impl BlockPool {
             if let Some(hash) = self.blocks[id.index()].hash {
                 self.recount(id, |block| block.hash = None);
                 self.by_hash.remove(&hash);
+                if let Some(events) = &mut self.events {
+                    events.removed(CacheMedium::Device, hash);
+                }
             }
             self.hold(id, hold);
             taken.push(id);
@@ -193,13 +227,16 @@ impl BlockPool {
     }
 
     /// Enters a full, computed or verified block into the prefix cache. The first block with a hash keeps it.
-    pub fn register(&mut self, id: BlockId, hash: BlockHash) {
+    /// Returns whether the block was entered.
+    pub fn register(&mut self, id: BlockId, hash: BlockHash) -> bool {
         let block = &self.blocks[id.index()];
         assert!(block.active > 0 && !block.landing, "only a block with an active holder is registered");
-        if block.hash.is_none() && !self.by_hash.contains_key(&hash) {
+        let enters = block.hash.is_none() && !self.by_hash.contains_key(&hash);
+        if enters {
             self.blocks[id.index()].hash = Some(hash);
             self.by_hash.insert(hash, id);
         }
+        enters
     }
 
     /// Clears the prefix cache. Held blocks stay held.
@@ -207,6 +244,9 @@ impl BlockPool {
         self.by_hash.clear();
         for index in 0..self.blocks.len() {
             self.recount(BlockId(index as u32), |block| block.hash = None);
+        }
+        if let Some(events) = &mut self.events {
+            events.cleared();
         }
     }
 

@@ -8,6 +8,7 @@ use baton_connector::fetch::{Event, FailureKind, Verification};
 use baton_connector_leases::event_log::RequestEvent;
 
 use super::{EngineCore, EngineEnv, LiveSequence};
+use crate::blocks::cache_events::CacheEvent;
 use crate::scheduler::StepPart;
 use crate::scheduler::sequence::{FinishReason, NewSequence, Purpose, SeqId, Sequence};
 
@@ -45,6 +46,16 @@ pub(super) fn end_summary(sequence: &Sequence) -> EndSummary {
 }
 
 impl<S: EngineEnv> EngineCore<S> {
+    /// Later changes of the caches are for this audience.
+    pub fn set_event_audience(&mut self, audience: u64) {
+        self.scheduler.set_event_audience(audience);
+    }
+
+    /// The changes of the caches since the last call, in order, if the scheduler records them.
+    pub fn take_cache_events(&mut self) -> Vec<CacheEvent> {
+        self.scheduler.take_cache_events()
+    }
+
     /// The request of a live sequence.
     pub(super) fn request_of(&self, id: SeqId) -> Option<&RequestId> {
         self.live.get(&id).map(|live| &live.request)

@@ -18,6 +18,7 @@ use self::handles::HandleCache;
 use self::registry::Registry;
 use crate::blocks::pool::BlockUsage;
 use crate::compute::cuda::shared_kv_pool::CopyCounters;
+use crate::kv_events::KvEventMetrics;
 use crate::scheduler::SchedulerLoad;
 use crate::scheduler::sequence::FinishReason;
 
@@ -374,6 +375,20 @@ impl EngineMetrics {
     #[must_use]
     pub fn tiers(&self, block_bytes: usize) -> TierMetrics {
         TierMetrics::new(&self.make(), block_bytes)
+    }
+
+    /// Metrics of this core's KV events.
+    #[must_use]
+    pub fn kv_events(&self) -> KvEventMetrics {
+        let make = self.make();
+        KvEventMetrics {
+            published: make.counter("baton_kv_events_published_total", "Messages with KV events published."),
+            dropped: make.counter(
+                "baton_kv_events_dropped_total",
+                "Messages with KV events dropped because the publisher was behind. Subscribers see a gap.",
+            ),
+            subscribers: make.gauge("baton_kv_events_subscribers", "Connected subscribers of KV events."),
+        }
     }
 
     fn make(&self) -> Registrar<'_> {

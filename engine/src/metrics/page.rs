@@ -52,6 +52,7 @@ fn everything() -> String {
     metrics.early_rejection("invalid");
     metrics.cache_config(16, 4);
     metrics.tiers(4096).publish(&OffloadCounts::default());
+    metrics.kv_events().published.increment(1);
     metrics.render()
 }
 

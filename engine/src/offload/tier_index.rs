@@ -14,10 +14,13 @@
 //! - Files, including those being written, are at most `disk_blocks`. Pending deletes are carried out before further
 //!   writes.
 
+mod announcing;
 mod files;
 
 use std::collections::{BTreeMap, HashMap};
 
+use self::announcing::AnnouncedCopies;
+pub use self::announcing::TierChange;
 use self::files::TierFiles;
 use super::{HostSlot, LoadSource, Tier, TierCounts};
 use crate::blocks::hash::BlockHash;
@@ -87,6 +90,7 @@ struct TierEntry {
     disk: DiskState,
     /// The index was cleared while a copy was in use. The copy is forgotten when it is idle.
     forget_when_idle: bool,
+    announced: AnnouncedCopies,
 }
 
 /// A write to order.
@@ -126,6 +130,8 @@ pub struct TierIndex {
     host: HostSlots,
     disk: TierFiles,
     clock: u64,
+    /// Changes of the announced copies since the last drain.
+    changes: Vec<TierChange>,
 }
 
 /// The slots of the host tier, or the staging slots of the disk tier.
@@ -157,7 +163,7 @@ impl TierIndex {
     #[must_use]
     pub fn new(config: TierConfig) -> Self {
         let (host, disk) = (HostSlots::new(config.slots()), TierFiles::new(config.disk_blocks));
-        Self { config, entries: HashMap::new(), host, disk, clock: 0 }
+        Self { config, entries: HashMap::new(), host, disk, clock: 0, changes: Vec::new() }
     }
 
     /// Adopts the files that were found at the start, least recently used first. Excess files are deleted.
@@ -529,6 +535,7 @@ impl TierIndex {
                 self.disk.delete_later(hash);
             }
         }
+        entry.withdraw(hash, &mut self.changes);
         if entry.host == HostState::Absent && entry.disk == DiskState::Absent {
             self.entries.remove(&hash);
         }

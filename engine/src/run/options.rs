@@ -11,6 +11,7 @@ use baton_connector::lease::LeaseTerms;
 use crate::compute::cpu::WeightMode;
 use crate::compute::cuda::DeviceChoice;
 use crate::handoff::transport::KvTransport;
+use crate::kv_events::KvEventsConfig;
 use crate::model::output::OutputOptions;
 use crate::model::{ModelError, ModelFiles};
 use crate::offload::open::OffloadOptions;
@@ -74,6 +75,8 @@ pub struct EngineOptions {
     pub kv_load_failure_policy: LoadFailurePolicy,
     /// Tiers below the KV pool.
     pub offload: OffloadOptions,
+    /// Where changes of the caches are published, if they are.
+    pub kv_events: Option<KvEventsConfig>,
     /// Limit of the concurrent reads.
     pub fetch_workers: usize,
     /// Compute threads, divided among the ranks; all cores by default.
@@ -125,6 +128,7 @@ impl EngineOptions {
             kv_lease_duration: LeaseTerms::default().duration,
             kv_load_failure_policy: LoadFailurePolicy::Recompute,
             offload: OffloadOptions::default(),
+            kv_events: None,
             fetch_workers: 4,
             threads: None,
             pace: None,

@@ -32,6 +32,7 @@ use crate::handoff::consumer::{HandoffConsumer, LocalCache};
 use crate::handoff::kv_rank::KvRank;
 use crate::handoff::producer::EngineLeaseOwner;
 use crate::handoff::transport::{self, NixlState, SideChannel};
+use crate::kv_events::{EventPublisher, EventSender, EventSockets, RankBlocks};
 use crate::metrics::EngineMetrics;
 use crate::offload::open::OpenTiers;
 use crate::offload::workers::OffloadWorkers;
@@ -55,6 +56,8 @@ pub struct DpRank {
     pub status: Arc<SharedStatus>,
     /// Its event log.
     pub log: RankLog,
+    /// Where it publishes KV events, as vLLM reports it.
+    pub kv_event_source: Option<serde_json::Value>,
     /// Its requests that have not ended.
     requests: AtomicUsize,
 }
@@ -118,6 +121,7 @@ pub(crate) struct RunningRank {
     pub capacity: usize,
     servers: Vec<SideChannel>,
     offload: Option<Arc<OffloadWorkers>>,
+    events: Option<EventPublisher>,
     threads: RankThreads,
 }
 
@@ -212,6 +216,7 @@ impl RankContext<'_> {
             },
             blocks,
         );
+        let scheduler = if options.kv_events.is_some() { scheduler.with_cache_events() } else { scheduler };
         let tiers = OpenTiers::open(
             &options.offload,
             rank,
@@ -226,6 +231,23 @@ impl RankContext<'_> {
         let reports = Arc::clone(mailbox);
         let offload = tiers.start(move |report| reports.offload(report));
         Ok((scheduler, Some(Arc::new(offload.map_err(system("start threads"))?))))
+    }
+
+    /// Starts the publisher of KV events, if they are published.
+    fn start_events(
+        &self,
+        rank: usize,
+        sockets: Option<EventSockets>,
+        metrics: &EngineMetrics,
+    ) -> Result<(Option<EventSender>, Option<EventPublisher>), StartError> {
+        let (Some(config), Some(sockets)) = (&self.options.kv_events, sockets) else {
+            return Ok((None, None));
+        };
+        let blocks = RankBlocks { rank, block_tokens: self.options.block_tokens };
+        let name = format!("kv-events{}", self.suffix(rank));
+        let started = EventPublisher::start(&name, config, sockets, blocks, metrics.kv_events());
+        let (sender, publisher) = started.map_err(system("publish KV events"))?;
+        Ok((Some(sender), Some(publisher)))
     }
 
     fn producer_address(&self, rank: usize, side_channels: &[SocketAddr]) -> ProducerAddress {
@@ -249,12 +271,14 @@ impl RankContext<'_> {
 }
 
 impl RunningRank {
-    /// Starts all threads of one rank. Other engines read its blocks at `sides`, by KV rank.
+    /// Starts all threads of one rank. Other engines read its blocks at `sides`, by KV rank, and routers its KV events
+    /// at `events`.
     pub(crate) fn start(
         common: &RankContext<'_>,
         rank: usize,
         executor: Box<dyn Executor>,
         sides: Vec<TcpListener>,
+        events: Option<EventSockets>,
         metrics: Arc<EngineMetrics>,
     ) -> Result<Self, StartError> {
         let options = common.options;
@@ -274,6 +298,7 @@ impl RunningRank {
         let consumer = common.start_consumer(&cache, &mailbox, &metrics)?;
         let (scheduler, offload) = common.open_scheduler(rank, executor.blocks(), &cache, &mailbox)?;
         let capacity = scheduler.capacity();
+        let (sender, events) = common.start_events(rank, events, &metrics)?;
         let core = Arc::new(DpRank {
             rank,
             mailbox: Arc::clone(&mailbox),
@@ -282,6 +307,7 @@ impl RunningRank {
             metrics: Arc::clone(&metrics),
             status: Arc::clone(&status),
             log: log.clone(),
+            kv_event_source: events.as_ref().map(|publisher| publisher.source().clone()),
             requests: AtomicUsize::new(0),
         });
         let env = LiveEnv {
@@ -293,9 +319,9 @@ impl RunningRank {
             offload: offload.clone(),
             log,
         };
-        let step_loop = StepLoop::new(common.wrap(executor), scheduler, mailbox, env);
+        let step_loop = StepLoop::new(common.wrap(executor), scheduler, mailbox, env, sender);
         let threads = RankThreads::spawn(&common.suffix(rank), step_loop, &core, common.broken.clone())?;
-        Ok(Self { core, side_channels, cache, capacity, servers, offload, threads })
+        Ok(Self { core, side_channels, cache, capacity, servers, offload, events, threads })
     }
 
     /// Waits for the end of the step loop, whose mailbox is closed, and of the lease timer.
@@ -307,6 +333,7 @@ impl RunningRank {
             consumer,
             servers: self.servers,
             offload: self.offload,
+            events: self.events,
             shared_pool: self.cache.shared_pool,
         }
     }
@@ -350,6 +377,7 @@ pub(crate) struct StoppedRank {
     consumer: Arc<HandoffConsumer>,
     servers: Vec<SideChannel>,
     offload: Option<Arc<OffloadWorkers>>,
+    events: Option<EventPublisher>,
     shared_pool: Option<Arc<SharedKvPool>>,
 }
 
@@ -363,6 +391,9 @@ impl StoppedRank {
         self.consumer.shutdown(deadline);
         if let Some(workers) = self.offload {
             workers.shutdown(deadline);
+        }
+        if let Some(publisher) = self.events {
+            publisher.join();
         }
     }
 }

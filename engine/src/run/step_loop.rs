@@ -18,6 +18,7 @@ use crate::engine_core::mailbox::Mailbox;
 use crate::engine_core::status::SharedStatus;
 use crate::engine_core::{CoreEvent, EngineCore, EngineEnv, ProducerAddress};
 use crate::handoff::consumer::HandoffConsumer;
+use crate::kv_events::EventSender;
 use crate::metrics::{EngineMetrics, TierMetrics};
 use crate::offload::OffloadOrder;
 use crate::offload::workers::OffloadWorkers;
@@ -32,6 +33,8 @@ pub struct StepLoop {
     metrics: Arc<EngineMetrics>,
     tier_metrics: Option<TierMetrics>,
     status: Arc<SharedStatus>,
+    /// Receives the changes of the caches, if they are published.
+    events: Option<EventSender>,
 }
 
 impl StepLoop {
@@ -42,10 +45,18 @@ impl StepLoop {
         scheduler: Scheduler,
         mailbox: Arc<Mailbox>,
         env: LiveEnv,
+        events: Option<EventSender>,
     ) -> Self {
         let (metrics, status) = (Arc::clone(&env.metrics), Arc::clone(&env.status));
         let tier_metrics = env.offload.is_some().then(|| metrics.tiers(executor.layout().block_bytes()));
-        Self { core: EngineCore::new(executor, scheduler, env), mailbox, metrics, tier_metrics, status }
+        Self {
+            core: EngineCore::new(executor, scheduler, env),
+            mailbox,
+            metrics,
+            tier_metrics,
+            status,
+            events,
+        }
     }
 
     /// Runs until the mailbox is closed and no work is left, or the drain deadline has passed.
@@ -55,6 +66,9 @@ impl StepLoop {
         self.publish();
         loop {
             let mail = if blocked { self.mailbox.wait(self.core.wake_at()) } else { self.mailbox.collect() };
+            if let Some(events) = &self.events {
+                self.core.set_event_audience(events.audience());
+            }
             self.core.take_in(mail);
             let (plan, acted) = self.core.schedule();
             // Without a plan only mail can change the state, unless an effect has just freed blocks.
@@ -80,6 +94,9 @@ impl StepLoop {
         self.status.publish(usage, load);
         if let (Some(metrics), Some(counts)) = (&self.tier_metrics, &load.tiers) {
             metrics.publish(counts);
+        }
+        if let Some(events) = &mut self.events {
+            events.send(self.core.take_cache_events());
         }
     }
 }

@@ -163,6 +163,7 @@ impl Scheduler {
         let cached = prefix.len() * block_tokens;
         self.pool.share(&prefix);
         sequence.blocks.begin_with(prefix);
+        sequence.record_found(&mut self.pool, block_tokens);
         sequence.reuse.set_cached(cached.min(sequence.prompt_len));
         match self.choose_connector(id, in_tiers) {
             Some(HANDOFF) => return self.begin_fetch(id, fresh),

@@ -24,6 +24,7 @@
 //!   longest is refused.
 
 mod admitting;
+mod cache_events;
 mod fetching;
 mod leasing;
 mod offloading;
@@ -387,6 +388,9 @@ impl Scheduler {
     /// Clears the prefix cache. Held blocks stay held, and the tiers keep their blocks ([`Self::reset_tiers`]).
     pub fn reset_prefix_cache(&mut self) {
         self.pool.reset_cache();
+        if let Some(index) = self.tier_index_mut() {
+            index.forget_announcements();
+        }
     }
 
     /// Up to `limit` blocks of the prefix cache with a hash above `after`, in the order of their hashes.

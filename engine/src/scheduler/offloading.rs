@@ -146,6 +146,11 @@ impl Scheduler {
         self
     }
 
+    /// The index of the tiers, if there are any.
+    pub(super) fn tier_index_mut(&mut self) -> Option<&mut TierIndex> {
+        self.offload.as_mut().map(|offload| &mut offload.index)
+    }
+
     /// Applies a report of the offload workers. Late, repeated and unknown reports are counted and ignored (invariant
     /// 9).
     pub fn offload_event(&mut self, report: OffloadReport) {
@@ -162,6 +167,7 @@ impl Scheduler {
                 }
             }
         }
+        self.record_tier_changes();
         self.issue_deletions();
         self.issue_stores();
     }
@@ -218,12 +224,16 @@ impl Scheduler {
         sequence.register(&mut self.pool, block_tokens);
         let blocks = &sequence.blocks;
         let Some(offload) = &mut self.offload else { return };
+        let announces = self.pool.events_mut().is_some();
         for &hash in blocks.hashes.get(from..blocks.registered).unwrap_or_default() {
-            if offload.index.contains(hash) {
-                continue;
+            if !offload.index.contains(hash) {
+                offload.push_backlog(id, hash);
+            } else if announces {
+                // A copy of an earlier run, or of a block that had left the pool.
+                offload.index.announce(hash);
             }
-            offload.push_backlog(id, hash);
         }
+        self.record_tier_changes();
         self.issue_stores();
     }
 
@@ -349,6 +359,7 @@ impl Scheduler {
                     offload.counts.not_written += 1;
                 }
                 let actions = offload.slots.apply(owner, event);
+                self.announce_copies(hash);
                 self.carry_out_offload(owner, &actions, block, Hold::Storing, None);
             }
             PendingOrder::Load { id, index, block, hash, from } => {
@@ -369,7 +380,10 @@ impl Scheduler {
                 let actions = offload.slots.apply(owner, event);
                 self.carry_out_offload(owner, &actions, block, Hold::Landing, Some(index));
             }
-            PendingOrder::Write { hash, evict } => offload.index.end_write(hash, &evict, ended),
+            PendingOrder::Write { hash, evict } => {
+                offload.index.end_write(hash, &evict, ended);
+                self.announce_copies(hash);
+            }
             PendingOrder::Delete(hashes) => offload.index.end_delete(&hashes, ended),
         }
     }

@@ -1,5 +1,7 @@
 //! One sequence: the tokens of one choice of a request, its blocks, and its progress.
 
+use std::ops::Range;
+
 use baton_connector::fetch::{Fetch, LoadFailurePolicy};
 use baton_connector::multi::{Children, MultiConnectorRequest};
 use baton_connector::{BlockId, RequestId};
@@ -7,6 +9,9 @@ pub use baton_openai::FinishReason;
 
 use crate::blocks::hash::{self, BlockHash};
 use crate::blocks::pool::BlockPool;
+
+/// Limit of a salt's bytes in KV events. Blocks with a longer salt are cached, but not reported.
+const REPORTED_SALT_MAX: usize = 1_024;
 
 /// A sequence's name inside one engine; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -123,11 +128,29 @@ impl SequenceBlocks {
     }
 
     /// Enters the blocks before `full` into the prefix cache. Their hashes are known.
-    fn register(&mut self, pool: &mut BlockPool, full: usize) {
+    fn register(&mut self, pool: &mut BlockPool, full: usize, tokens: &[u32], block_tokens: usize) {
+        let mut first = self.registered;
         for index in self.registered..full {
-            pool.register(self.table[index], self.hashes[index]);
+            if !pool.register(self.table[index], self.hashes[index]) {
+                // Another block has this hash, and was recorded with it.
+                self.record(pool, first..index, tokens, block_tokens);
+                first = index + 1;
+            }
         }
+        self.record(pool, first..full, tokens, block_tokens);
         self.registered = full;
+    }
+
+    /// Records that these blocks entered the prefix cache, if the pool records its changes.
+    fn record(&self, pool: &mut BlockPool, blocks: Range<usize>, tokens: &[u32], block_tokens: usize) {
+        let salt = self.salt.as_deref();
+        let Some(events) = pool.events_mut() else { return };
+        if salt.is_none_or(|salt| salt.len() <= REPORTED_SALT_MAX) {
+            let parent = blocks.start.checked_sub(1).map(|before| self.hashes[before]);
+            let tokens = &tokens[blocks.start * block_tokens..blocks.end * block_tokens];
+            events.stored(&self.hashes[blocks.clone()], parent, tokens, salt);
+            pool.mark_announced(&self.table[blocks]);
+        }
     }
 }
 
@@ -311,7 +334,15 @@ impl Sequence {
         let full = self.computed / block_tokens;
         if full > self.blocks.registered {
             self.extend_hashes(block_tokens);
-            self.blocks.register(pool, full);
+            self.blocks.register(pool, full, &self.tokens, block_tokens);
+        }
+    }
+
+    /// Records blocks that were found in the prefix cache again, from the first on that some subscriber may not know.
+    pub(crate) fn record_found(&self, pool: &mut BlockPool, block_tokens: usize) {
+        let found = &self.blocks.table[..self.blocks.shared];
+        if let Some(first) = found.iter().position(|block| !pool.is_announced(*block)) {
+            self.blocks.record(pool, first..found.len(), &self.tokens, block_tokens);
         }
     }
 

@@ -144,6 +144,14 @@ pub(super) fn health(frontend: &Frontend) -> Reply {
     reply::json(StatusCode::OK, "{\"status\":\"ok\"}")
 }
 
+/// `GET /kv_event_sources`: where each rank publishes KV events, as in vLLM. Empty without events.
+pub(super) fn kv_event_sources(frontend: &Frontend) -> Reply {
+    let sources = frontend.cores.iter().filter_map(|core| {
+        core.kv_event_source.as_ref().map(|source| (core.rank.to_string(), source.clone()))
+    });
+    reply::json(StatusCode::OK, serde_json::Value::Object(sources.collect()).to_string())
+}
+
 /// `GET /metrics`, in Prometheus' text format.
 pub(super) fn metrics(frontend: &Frontend) -> Reply {
     let mut reply = reply::json(StatusCode::OK, frontend.metrics.render());

@@ -55,6 +55,7 @@ fn dispatch(frontend: Arc<Frontend>, request: Request<Incoming>, begin: &TaskSpa
         (&Method::GET, "/version") => {
             now(Ok(json(StatusCode::OK, format!("{{\"version\":\"{}\"}}", version()))))
         }
+        (&Method::GET, "/kv_event_sources") => now(Ok(control::kv_event_sources(&frontend))),
         (&Method::GET, "/metrics") => now(Ok(control::metrics(&frontend))),
         (&Method::GET, model) if model.starts_with("/v1/models/") => now(control::model(&frontend, model)),
         (&Method::POST, unknown) if unknown.starts_with("/v1/") && allowed(unknown).is_none() => {
@@ -83,7 +84,7 @@ fn allowed(path: &str) -> Option<&'static str> {
         | "/abort_requests"
         | "/reset_prefix_cache" => Some("POST"),
         "/v1/models" | "/health" | "/ping" | "/version" | "/metrics" | "/debug/kv" | "/debug/kv/digests"
-        | "/debug/kv/events" => Some("GET"),
+        | "/debug/kv/events" | "/kv_event_sources" => Some("GET"),
         _ => None,
     }
 }

@@ -6,6 +6,7 @@
 //! | `GET /v1/models`, `/v1/models/{id}` | the served model |
 //! | `POST /tokenize`, `/detokenize` | the model's tokenizer |
 //! | `GET /health`, `/version`, `/metrics` | for operators |
+//! | `GET /kv_event_sources` | where each rank publishes KV events |
 //! | `POST /kv/release`, `/abort_requests`, `/reset_prefix_cache` | control requests of the cluster |
 //! | `GET /debug/kv`, `/debug/kv/digests`, `/debug/kv/events` | state, for the cluster |
 //!
