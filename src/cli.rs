@@ -14,6 +14,7 @@ use baton_engine::compute::cuda::DeviceChoice;
 use baton_engine::handoff::transport::KvTransport;
 use baton_engine::model::output::{CallFormat, FormatChoice, ReasoningFormat};
 use baton_engine::run::options::Role;
+use baton_engine::scheduler::sequence::Pooling;
 use baton_router::listen_address;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
@@ -239,6 +240,16 @@ pub(crate) enum LoadFailureArg {
 
 same_variants!(LoadFailureArg => LoadFailurePolicy: Recompute, Fail);
 
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum PoolingArg {
+    /// Those of the last token
+    Last,
+    /// The mean over all tokens
+    Mean,
+}
+
+same_variants!(PoolingArg => Pooling: Last, Mean);
+
 #[derive(Debug, Args)]
 pub(crate) struct EngineArgs {
     /// Hugging Face checkpoint directory [default: built-in demo model]
@@ -298,6 +309,9 @@ pub(crate) struct EngineArgs {
     /// Quantize weight matrices when they are loaded [default: keep them as stored]
     #[arg(long, value_name = "TYPE", value_enum)]
     pub(crate) quantize: Option<QuantizeArg>,
+    /// Hidden states that are the embedding of a text
+    #[arg(long, value_name = "NAME", value_enum, default_value = "last")]
+    pub(crate) pooling: PoolingArg,
     /// Maximum tokens per sequence [default and upper limit: the model's own limit]
     #[arg(long, value_name = "N")]
     pub(crate) max_model_len: Option<usize>,

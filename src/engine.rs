@@ -89,6 +89,7 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     options.kv_blocks = args.kv_blocks;
     options.device = args.device;
     (options.kv_dtype, options.weights) = element_types;
+    options.pooling = args.pooling.into();
     options.max_model_len = args.max_model_len;
     options.max_num_seqs = args.max_num_seqs;
     options.max_num_batched_tokens = args.max_num_batched_tokens.max(args.max_num_seqs);

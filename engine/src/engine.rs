@@ -74,13 +74,7 @@ impl Engine {
         let template = ChatTemplate::load(&options.model, &tokenizer)?;
         let model = options.served_model_name.clone().unwrap_or_else(|| options.model.default_name());
         let max_model_len = max_model_len(&options, &config)?;
-        let eos = config.ends_of_text(tokenizer.eos());
-        if eos.is_empty() {
-            tracing::warn!(
-                event = "end_token_missing",
-                "no end-of-text token in the checkpoint, only stop strings, stop_token_ids and max_tokens end a text"
-            );
-        }
+        let eos = ends_of_text(&config, &tokenizer);
         let executors = executors(&options, &config, progress)?;
 
         let weights = identity(&options.model)? + options.weights.identity();
@@ -99,6 +93,7 @@ impl Engine {
             log: Arc::default(),
         };
         let (vocab, batch_invariant) = (executors[0].vocab(), executors[0].is_batch_invariant());
+        let pooling = executors[0].computes_hidden().then_some(options.pooling);
         let metrics = Arc::new(EngineMetrics::new(&model));
         let running = start_ranks(&common, executors, sides, events, &metrics, &model)?;
         let model = ServedModel {
@@ -112,6 +107,7 @@ impl Engine {
             eos,
             vocab,
             capacity: running[0].capacity,
+            pooling,
         };
         let frontend = Arc::new(Frontend {
             model,
@@ -207,6 +203,18 @@ impl Engine {
             Ok(Err(_)) | Err(_) => Ok(()),
         }
     }
+}
+
+/// The tokens that end a text.
+fn ends_of_text(config: &ModelConfig, tokenizer: &Tokenizer) -> Vec<u32> {
+    let eos = config.ends_of_text(tokenizer.eos());
+    if eos.is_empty() {
+        tracing::warn!(
+            event = "end_token_missing",
+            "no end-of-text token in the checkpoint, only stop strings, stop_token_ids and max_tokens end a text"
+        );
+    }
+    eos
 }
 
 /// Starts each rank with its executor and its side channels.

@@ -44,10 +44,10 @@ pub use request::{
     SamplingOptions, StreamOptions, StructuredOutput, TokenRestrictions, ToolChoice, Truncation,
     TruncationSide,
 };
-pub use request::{DetokenizeRequest, TokenizeRequest};
+pub use request::{DetokenizeRequest, EmbeddingFormat, EmbeddingRequest, TokenizeRequest};
 pub use response::{
-    CallDelta, ChoiceDelta, ChunkEncoder, Finish, FinishReason, FinishedChoice, MessageParts, ModelCard,
-    PromptTokenLogprob, ReplyHead, StopReason, TokenLogprob, ToolCall, TopLogprob, Usage,
+    CallDelta, ChoiceDelta, ChunkEncoder, EmbeddingReply, Finish, FinishReason, FinishedChoice, MessageParts,
+    ModelCard, PromptTokenLogprob, ReplyHead, StopReason, TokenLogprob, ToolCall, TopLogprob, Usage,
 };
 
 pub use raw::{RawBody, RequestOutline, strip};

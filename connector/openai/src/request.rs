@@ -6,6 +6,7 @@
 
 mod chat;
 mod completion;
+mod embedding;
 mod prompt_options;
 mod restrictions;
 mod sampling;
@@ -16,6 +17,7 @@ mod unsupported;
 pub use chat::{ChatInput, ToolChoice};
 pub(crate) use chat::{ROLES, TOOL_CALLS_MAX};
 pub use completion::Prompt;
+pub use embedding::{EmbeddingFormat, EmbeddingRequest, of_input};
 pub use prompt_options::{PromptOptions, Truncation, TruncationSide};
 pub use restrictions::TokenRestrictions;
 pub use sampling::SamplingOptions;

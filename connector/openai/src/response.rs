@@ -11,11 +11,13 @@
 //! ```
 
 mod choice;
+mod embedding;
 mod logprobs;
 mod models;
 mod parts;
 mod stream;
 
+pub use embedding::EmbeddingReply;
 pub use logprobs::{PromptTokenLogprob, TokenLogprob, TopLogprob};
 pub use models::{DetokenizeReply, ModelCard, TokenizeReply, models};
 pub use parts::{CallDelta, MessageParts, ToolCall};

@@ -220,6 +220,10 @@ impl Executor for CpuExecutor {
         self.network.config.vocab
     }
 
+    fn computes_hidden(&self) -> bool {
+        true
+    }
+
     /// When a step has no tokens, a token outside the vocabulary, a block table that is too short, or a block that one
     /// sequence writes and another uses. All are bugs of the scheduler, found before anything is computed.
     /// sequence writes and another uses: bugs of the scheduler, found before anything is computed.
@@ -242,10 +246,13 @@ impl Executor for CpuExecutor {
         logits.vocab = self.network.config.vocab;
         logits.values.clear();
         logits.chosen.clear();
+        logits.hidden.clear();
+        logits.hidden_width = self.network.config.hidden;
         if plan.is_empty() {
             return Ok(());
         }
         logits.values.resize(plan.wanted_rows() * logits.vocab, 0.0);
+        logits.hidden.resize(plan.hidden_rows() * logits.hidden_width, 0.0);
         self.activations.fit(&self.network, plan.rows());
         forward::run(
             &self.network,
@@ -256,6 +263,7 @@ impl Executor for CpuExecutor {
             &self.scratch,
             &mut self.threads,
             &mut logits.values,
+            &mut logits.hidden,
             meanwhile,
         )
         .map_err(|panic| ExecutorError::Device(panic.0))

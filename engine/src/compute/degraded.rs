@@ -61,6 +61,10 @@ impl Executor for DegradedExecutor {
         self.inner.run(batch, logits, meanwhile)
     }
 
+    fn computes_hidden(&self) -> bool {
+        self.inner.computes_hidden()
+    }
+
     fn is_batch_invariant(&self) -> bool {
         self.inner.is_batch_invariant()
     }

@@ -43,6 +43,9 @@ pub enum LogitsRequest {
     Draw(Draw),
     /// Every token of the step (prompt log-probabilities, parity checks).
     All,
+    /// None. The hidden states of every token of the step are wanted instead ([`Logits::hidden`]), if
+    /// [`Executor::computes_hidden`].
+    Hidden,
 }
 
 /// Rows of logits, in the order of the sequences that wanted them.
@@ -54,6 +57,10 @@ pub struct Logits {
     pub values: Vec<f32>,
     /// Result of each row, if the executor has drawn any. Empty if all rows are values.
     pub chosen: Vec<LogitsRow>,
+    /// The hidden states behind the final norm, one row after the other, in the order of the sequences that wanted them.
+    pub hidden: Vec<f32>,
+    /// Values of one row of `hidden`.
+    pub hidden_width: usize,
 }
 
 /// One row of a step in which the executor has drawn tokens.
@@ -66,6 +73,12 @@ pub enum LogitsRow {
 }
 
 impl Logits {
+    /// The hidden states of row `index`.
+    #[must_use]
+    pub fn hidden_row(&self, index: usize) -> &[f32] {
+        &self.hidden[index * self.hidden_width..][..self.hidden_width]
+    }
+
     /// Values of row `index`.
     ///
     /// # Panics
@@ -152,6 +165,11 @@ pub trait Executor: Send {
     /// As [`Self::run`].
     fn execute(&mut self, batch: &[SeqStep<'_>], logits: &mut Logits) -> Result<(), ExecutorError> {
         self.run(batch, logits, &mut || ())
+    }
+
+    /// Whether the executor computes [`LogitsRequest::Hidden`].
+    fn computes_hidden(&self) -> bool {
+        false
     }
 
     /// Whether the rest of the batch never changes the bits of a row.

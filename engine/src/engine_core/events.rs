@@ -28,7 +28,7 @@ pub(super) struct EndSummary {
 
 pub(super) fn queued(sequence: &NewSequence, tag: Option<Arc<str>>) -> RequestEvent {
     let leg = match sequence.purpose {
-        Purpose::Plain => "whole",
+        Purpose::Plain | Purpose::Pool(_) => "whole",
         Purpose::Produce { .. } => "prefill",
         Purpose::Consume(_) => "decode",
     };

@@ -68,6 +68,8 @@ pub struct SeqEnd {
     pub reason: FinishReason,
     /// For a producer that has not sent an early handoff: the handoff. Its handle releases the lease.
     pub handoff: Option<Box<Handoff>>,
+    /// For a sequence whose hidden states are pooled: its embedding, of unit length.
+    pub embedding: Option<Vec<f32>>,
 }
 
 /// What identifies a producer in its handoffs.

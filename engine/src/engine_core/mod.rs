@@ -22,6 +22,7 @@ mod leasing;
 pub mod mailbox;
 mod masked_rows;
 mod messages;
+mod pooling;
 mod prompt_scores;
 mod sampler;
 pub mod status;
@@ -43,7 +44,7 @@ pub use self::env::{CoreEvent, EngineEnv};
 use self::events::PendingFree;
 use self::leasing::EarlyLease;
 pub use self::messages::{ProducerAddress, SeqEnd, SeqEvent, Submission};
-use self::prompt_scores::PromptScores;
+use self::pooling::PromptCollector;
 use self::sampler::{RowOutcome, Sampler};
 use crate::blocks::digests::{DigestPage, DigestRequest, page_blocks};
 use crate::blocks::pool::BlockUsage;
@@ -81,8 +82,8 @@ struct LiveSequence {
     early: Option<EarlyLease>,
     /// The event log has the start of its computation.
     start_emitted: bool,
-    /// The log-probabilities of its prompt, if requested.
-    prompt_scores: Option<PromptScores>,
+    /// What is collected while its prompt is computed.
+    collected: PromptCollector,
 }
 
 /// See the module's documentation.
@@ -179,6 +180,7 @@ impl<S: EngineEnv> EngineCore<S> {
                     block_table: sequence.blocks(),
                     logits: match part.samples {
                         _ if sequence.scores_prompt(part.start, part.count) => LogitsRequest::All,
+                        samples if sequence.pools(samples) => LogitsRequest::Hidden,
                         true => draw().map_or(LogitsRequest::Last, LogitsRequest::Draw),
                         false => LogitsRequest::No,
                     },
@@ -210,8 +212,11 @@ impl<S: EngineEnv> EngineCore<S> {
         let Some(live) = self.live.get_mut(&part.id) else { return };
         let sequence = self.scheduler.sequence(part.id).expect("live sequences are known");
         let (prompt, (cached, fetched)) = (sequence.prompt_len(), sequence.reused());
+        if let PromptCollector::Pool(_) = live.collected {
+            return self.commit_pooled(part, rows);
+        }
         let row = part.samples.then(|| rows.end - 1);
-        if let Some(scores) = &mut live.prompt_scores
+        if let PromptCollector::Scores(scores) = &mut live.collected
             && sequence.scores_prompt(part.start, part.count)
         {
             self.sampler.score(scores, rows, part.start, &sequence.tokens()[..prompt]);
@@ -337,12 +342,12 @@ impl<S: EngineEnv> EngineCore<S> {
             tracing::debug!(parent: request_span!(&request), event = "request_aborted_early",
                 "request aborted before it arrived");
             self.env.emit(&request, index, RequestEvent::Refused { reason: ABORTED_EARLY, tag });
-            let end = SeqEnd { reason: FinishReason::Abort, handoff: None };
+            let end = SeqEnd { reason: FinishReason::Abort, handoff: None, embedding: None };
             self.refuse(&outbox, index, target.as_ref(), SeqEvent::Finished(Box::new(end)), ABORTED_EARLY);
             return;
         }
         let counts = TokenCounts::for_params(&sampling, &sequence.prompt);
-        let prompt_scores = PromptScores::of(&sequence);
+        let collected = PromptCollector::of(&sequence);
         let prompt_len = sequence.prompt.len();
         let queued = events::queued(&sequence, tag.clone());
         if let Err((_, refusal)) = self.scheduler.submit(sequence) {
@@ -373,7 +378,7 @@ impl<S: EngineEnv> EngineCore<S> {
             last_token,
             early,
             start_emitted,
-            prompt_scores,
+            collected,
         };
         self.live.insert(id, live);
     }
@@ -482,7 +487,7 @@ impl<S: EngineEnv> EngineCore<S> {
             }
             FinishOutcome::Freed | FinishOutcome::Unfinished => (reason, None, None),
         };
-        let end = SeqEnd { reason, handoff };
+        let end = SeqEnd { reason, handoff, embedding: live.collected.embedding() };
         let sent = live.outbox.try_send((live.index, SeqEvent::Finished(Box::new(end))));
         if let (Err(_), Some(handle)) = (sent, key) {
             // No client receives this handle.

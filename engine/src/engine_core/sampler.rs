@@ -15,7 +15,7 @@ use crate::scheduler::sequence::{FinishReason, SeqId, Sequence};
 #[derive(Debug, Default)]
 pub(super) struct Sampler {
     pub(super) logits: Logits,
-    /// The rows of each part of the step.
+    /// The rows of each part of the step: of logits, or of hidden states.
     rows: Vec<Range<usize>>,
     scratch: SamplingScratch,
 }
@@ -33,16 +33,17 @@ pub(super) enum RowOutcome {
 impl Sampler {
     /// Records how many rows each part of a step gets.
     pub(super) fn expect_rows(&mut self, batch: &[SeqStep<'_>]) {
-        let mut first = 0;
+        let (mut logits, mut hidden) = (0, 0);
         self.rows.clear();
         for step in batch {
-            let count = match step.logits {
-                LogitsRequest::No => 0,
-                LogitsRequest::Last | LogitsRequest::Draw(_) => 1,
-                LogitsRequest::All => step.tokens.len(),
+            let (first, count) = match step.logits {
+                LogitsRequest::No => (&mut logits, 0),
+                LogitsRequest::Last | LogitsRequest::Draw(_) => (&mut logits, 1),
+                LogitsRequest::All => (&mut logits, step.tokens.len()),
+                LogitsRequest::Hidden => (&mut hidden, step.tokens.len()),
             };
-            self.rows.push(first..first + count);
-            first += count;
+            self.rows.push(*first..*first + count);
+            *first += count;
         }
     }
 
@@ -93,7 +94,7 @@ impl LiveSequence {
     /// Reports the end of its prompt, before the first token. `cached` tokens of it came from this engine's cache.
     pub(super) fn send_started(&mut self, cached: usize) {
         let cached = self.target.as_ref().map_or(cached, |target| target.cached);
-        let prompt_logprobs = self.prompt_scores.as_mut().map(PromptScores::take).unwrap_or_default();
+        let prompt_logprobs = self.collected.take_scores();
         // If its front end has left, sending the token fails too.
         let _ = self.outbox.try_send((self.index, SeqEvent::Started { cached, prompt_logprobs }));
     }

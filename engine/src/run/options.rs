@@ -15,6 +15,7 @@ use crate::kv_events::KvEventsConfig;
 use crate::model::output::OutputOptions;
 use crate::model::{ModelError, ModelFiles};
 use crate::offload::open::OffloadOptions;
+use crate::scheduler::sequence::Pooling;
 
 /// Limit of the bytes of all request bodies: eight of the largest, or some thousand usual ones.
 pub(crate) const BODY_BYTES_TOTAL: usize = 256 << 20;
@@ -61,6 +62,8 @@ pub struct EngineOptions {
     /// Element type of the weights in memory and of their products. Engines share KV blocks only if they have the
     /// same quantization or bfloat16 products.
     pub weights: WeightMode,
+    /// How embeddings are made of hidden states.
+    pub pooling: Pooling,
     /// Token limit of one sequence; the model's own limit by default.
     pub max_model_len: Option<usize>,
     /// Sequences that run or fetch at once.
@@ -121,6 +124,7 @@ impl EngineOptions {
             gpu_memory_utilization: None,
             kv_dtype: KvDtype::F32,
             weights: WeightMode::Stored,
+            pooling: Pooling::Last,
             max_model_len: None,
             max_num_seqs: 64,
             max_num_batched_tokens: 512,

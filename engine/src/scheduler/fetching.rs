@@ -163,6 +163,6 @@ impl Scheduler {
 fn fetch_of(sequence: &mut Sequence) -> &mut Fetch {
     match &mut sequence.purpose {
         Purpose::Consume(fetch) => fetch,
-        Purpose::Plain | Purpose::Produce { .. } => unreachable!("only consumers fetch"),
+        Purpose::Plain | Purpose::Produce { .. } | Purpose::Pool(_) => unreachable!("only consumers fetch"),
     }
 }

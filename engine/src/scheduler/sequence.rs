@@ -32,6 +32,17 @@ pub enum Purpose {
     },
     /// Fetch the prompt's blocks from a prefill engine, then decode here.
     Consume(Fetch),
+    /// Compute the prompt's hidden states, and no token.
+    Pool(Pooling),
+}
+
+/// How hidden states of a prompt become an embedding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pooling {
+    /// Those of the last token.
+    Last,
+    /// The mean over all tokens.
+    Mean,
 }
 
 /// When generation stops.
@@ -173,17 +184,29 @@ pub(crate) struct PromptScoring {
     done: usize,
     /// The position after the last wanted one; 0 if none is wanted.
     end: usize,
+    /// Hidden states are wanted, not logits.
+    pools: bool,
 }
 
 impl PromptScoring {
     /// For the log-probabilities of all tokens of a prompt but the first.
     fn of(prompt_len: usize, prompt_logprobs: Option<u32>) -> Self {
-        Self { done: 0, end: if prompt_logprobs.is_some() { prompt_len - 1 } else { 0 } }
+        Self { done: 0, end: if prompt_logprobs.is_some() { prompt_len - 1 } else { 0 }, pools: false }
+    }
+
+    /// For the positions that a sequence with this purpose may not skip.
+    fn for_purpose(self, purpose: &Purpose, prompt_len: usize) -> Self {
+        match purpose {
+            Purpose::Pool(Pooling::Mean) => Self { done: 0, end: prompt_len, pools: true },
+            Purpose::Pool(Pooling::Last) | Purpose::Plain | Purpose::Produce { .. } | Purpose::Consume(_) => {
+                self
+            }
+        }
     }
 
     /// Rows of logits of a chunk: all of its positions, if those of any are missing.
     pub(crate) fn rows(self, start: usize, count: usize) -> usize {
-        if start < self.end && start + count > self.done { count } else { 0 }
+        if !self.pools && start < self.end && start + count > self.done { count } else { 0 }
     }
 
     /// Positions that may be taken from a cache: those before the first whose logits are missing.
@@ -241,7 +264,8 @@ impl Sequence {
             prompt_len,
             computed: 0,
             reuse: PromptReuse {
-                scoring: PromptScoring::of(prompt_len, new.prompt_logprobs),
+                scoring: PromptScoring::of(prompt_len, new.prompt_logprobs)
+                    .for_purpose(&new.purpose, prompt_len),
                 ..PromptReuse::default()
             },
             blocks: SequenceBlocks::new(new.cache_salt),
@@ -284,6 +308,16 @@ impl Sequence {
         self.reuse.scoring.rows(start, count) > 0
     }
 
+    /// Whether the hidden states of a chunk are wanted. `is_last`: the chunk ends the prompt.
+    #[must_use]
+    pub fn pools(&self, is_last: bool) -> bool {
+        match self.purpose {
+            Purpose::Pool(Pooling::Mean) => true,
+            Purpose::Pool(Pooling::Last) => is_last,
+            Purpose::Plain | Purpose::Produce { .. } | Purpose::Consume(_) => false,
+        }
+    }
+
     /// The KV of its first `computed` tokens is in its blocks, and the logits were available.
     pub(crate) fn advance(&mut self, computed: usize) {
         self.computed = computed;
@@ -300,7 +334,7 @@ impl Sequence {
     pub fn consumers(&self) -> u16 {
         match self.purpose {
             Purpose::Produce { consumers, .. } => consumers,
-            Purpose::Plain | Purpose::Consume(_) => 0,
+            Purpose::Plain | Purpose::Consume(_) | Purpose::Pool(_) => 0,
         }
     }
 
@@ -361,7 +395,7 @@ impl Sequence {
 pub(crate) fn connectors_of(purpose: &Purpose) -> MultiConnectorRequest {
     let policy = match purpose {
         Purpose::Consume(fetch) => fetch.policy(),
-        Purpose::Plain | Purpose::Produce { .. } => LoadFailurePolicy::Recompute,
+        Purpose::Plain | Purpose::Produce { .. } | Purpose::Pool(_) => LoadFailurePolicy::Recompute,
     };
     MultiConnectorRequest::new(Children::first(2), policy)
 }

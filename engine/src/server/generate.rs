@@ -136,7 +136,7 @@ async fn read(
 }
 
 /// The name of a request, from its caller; `None` if it is missing or invalid.
-fn request_id(headers: &HeaderMap) -> Option<RequestId> {
+pub(super) fn request_id(headers: &HeaderMap) -> Option<RequestId> {
     let named = headers.get(&REQUEST_ID)?.to_str().ok()?;
     RequestId::new(access::bare_id(named)).ok()
 }
@@ -384,7 +384,7 @@ fn echoed(frontend: &Frontend, request: &GenerateRequest, prompt: &[u32]) -> Str
     frontend.model.tokenizer.decode(prompt, decode)
 }
 
-fn refused(refusal: Refusal) -> ApiError {
+pub(super) fn refused(refusal: Refusal) -> ApiError {
     match refusal {
         Refusal::QueueFull { waiting } => {
             ApiError::overloaded(format!("{waiting} requests are waiting already"), QUEUE_RETRY)

@@ -10,7 +10,7 @@ use hyper::{Method, Request, StatusCode};
 
 use super::reply::{Reply, error_reply, json};
 use super::task_spawner::TaskSpawner;
-use super::{Frontend, control, debug, generate, transfer_params};
+use super::{Frontend, control, debug, embeddings, generate, transfer_params};
 
 /// A pending answer.
 type ReplyFuture = Pin<Box<dyn Future<Output = Result<Reply, ApiError>> + Send>>;
@@ -42,6 +42,7 @@ fn dispatch(frontend: Arc<Frontend>, request: Request<Incoming>, begin: &TaskSpa
             let endpoint = Endpoint::at(&path).expect("both paths generate");
             Box::pin(generate::answer(frontend, endpoint, request, begin))
         }
+        (&Method::POST, "/v1/embeddings") => Box::pin(embeddings::answer(frontend, request, begin)),
         (&Method::POST, "/tokenize") => Box::pin(control::answer(frontend, request, control::tokenize)),
         (&Method::POST, "/detokenize") => Box::pin(control::answer(frontend, request, control::detokenize)),
         (&Method::POST, "/kv/release") => Box::pin(begin.spawn(control::release(frontend, request))),
@@ -78,6 +79,7 @@ fn allowed(path: &str) -> Option<&'static str> {
     match path {
         "/v1/completions"
         | "/v1/chat/completions"
+        | "/v1/embeddings"
         | "/tokenize"
         | "/detokenize"
         | "/kv/release"

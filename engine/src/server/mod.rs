@@ -3,6 +3,7 @@
 //! | path | does |
 //! |---|---|
 //! | `POST /v1/completions`, `/v1/chat/completions` | generate, streamed or not |
+//! | `POST /v1/embeddings` | pooled hidden states of prompts |
 //! | `GET /v1/models`, `/v1/models/{id}` | the served model |
 //! | `POST /tokenize`, `/detokenize` | the model's tokenizer |
 //! | `GET /health`, `/version`, `/metrics` | for operators |
@@ -24,6 +25,7 @@ mod choice;
 mod client_liveness;
 mod control;
 mod debug;
+mod embeddings;
 mod generate;
 mod guard;
 mod http;

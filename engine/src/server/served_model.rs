@@ -12,7 +12,7 @@ use crate::model::generation::GenerationDefaults;
 use crate::model::output::OutputFormat;
 use crate::model::tokenizer::{SpecialTokens, Tokenizer};
 use crate::model::truncation::PromptCut;
-use crate::scheduler::sequence::StopRule;
+use crate::scheduler::sequence::{Pooling, StopRule};
 
 /// The served model.
 pub struct ServedModel {
@@ -36,6 +36,8 @@ pub struct ServedModel {
     pub vocab: usize,
     /// Tokens of one sequence, prompt and output.
     pub capacity: usize,
+    /// How embeddings are made; `None` if the device computes none.
+    pub pooling: Option<Pooling>,
 }
 
 impl ServedModel {

@@ -38,6 +38,8 @@ pub(super) struct BatchPlan {
     units: Vec<AttentionUnit>,
     /// Rows whose logits are wanted, in order.
     wanted: Vec<usize>,
+    /// Rows whose hidden states are wanted, in order.
+    hidden: Vec<usize>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -69,7 +71,8 @@ impl BatchPlan {
         config: &ModelConfig,
         workers: usize,
     ) -> Self {
-        let mut plan = Self { rows: Vec::new(), seqs: Vec::new(), units: Vec::new(), wanted: Vec::new() };
+        let (rows, seqs, units) = (Vec::new(), Vec::new(), Vec::new());
+        let mut plan = Self { rows, seqs, units, wanted: Vec::new(), hidden: Vec::new() };
         let group = config.heads / config.kv_heads;
         for (seq, step) in batch.iter().enumerate() {
             let (first_row, count) = (plan.rows.len(), step.tokens.len());
@@ -93,6 +96,7 @@ impl BatchPlan {
                 LogitsRequest::No => {}
                 LogitsRequest::Last | LogitsRequest::Draw(_) => plan.wanted.push(first_row + count - 1),
                 LogitsRequest::All => plan.wanted.extend(first_row..first_row + count),
+                LogitsRequest::Hidden => plan.hidden.extend(first_row..first_row + count),
             }
             let in_rank = |region: &Region| {
                 step.block_table.iter().map(|block| region.block_ptr(*block)).collect::<Vec<_>>()
@@ -130,6 +134,10 @@ impl BatchPlan {
 
     pub(super) fn wanted_rows(&self) -> usize {
         self.wanted.len()
+    }
+
+    pub(super) fn hidden_rows(&self) -> usize {
+        self.hidden.len()
     }
 }
 
@@ -176,6 +184,7 @@ struct Step<'a> {
     workers: usize,
     rows: ActivationRows,
     logits: Rows,
+    hidden: Rows,
 }
 
 /// A product whose result is added to the residual stream.
@@ -187,7 +196,7 @@ struct Projection<'a> {
     norm: Option<&'a [f32]>,
 }
 
-/// Runs the step and leaves the wanted rows in `logits`.
+/// Runs the step and leaves the wanted rows in `logits` and `hidden`.
 #[allow(clippy::too_many_arguments, reason = "the parts of one executor, borrowed separately")]
 pub(super) fn run(
     network: &CpuNetwork,
@@ -198,6 +207,7 @@ pub(super) fn run(
     scratch: &[Mutex<WorkerScratch>],
     threads: &mut ThreadPool,
     logits: &mut [f32],
+    hidden: &mut [f32],
     meanwhile: &mut dyn FnMut(),
 ) -> Result<(), JobPanicked> {
     let step = Step {
@@ -208,6 +218,7 @@ pub(super) fn run(
         workers: threads.size(),
         rows: activations.share(network.bf16),
         logits: Rows { base: SharedPtr(logits.as_mut_ptr()), stride: network.config.vocab },
+        hidden: Rows { base: SharedPtr(hidden.as_mut_ptr()), stride: network.config.hidden },
     };
     threads.run_with(meanwhile, &|worker| {
         // Each worker has its own scratch, so the lock is never contended.
@@ -245,6 +256,7 @@ impl Step<'_> {
             };
             self.project(worker, scratch, down);
         }
+        self.hidden_states(worker);
         self.logits(worker, scratch);
     }
 
@@ -480,6 +492,22 @@ impl Step<'_> {
                 // SAFETY: as above.
                 unsafe { self.rows.gate.finish(self.isa, row, columns.start, gate) };
             }
+        });
+    }
+
+    /// Final norm of the rows whose hidden states are wanted.
+    fn hidden_states(&self, worker: &Worker<'_>) {
+        let config = &self.network.config;
+        worker.each(self.plan.hidden.len(), |index| {
+            // SAFETY: each wanted row is claimed by one worker and has a row of `hidden`; the residual stream is only
+            // read.
+            let (residual, hidden) = unsafe {
+                (
+                    self.rows.hidden.row(self.plan.hidden[index], config.hidden),
+                    self.hidden.row(index, config.hidden),
+                )
+            };
+            vector::rms_norm(self.isa, residual, &self.network.final_norm, config.norm_eps, hidden);
         });
     }
 

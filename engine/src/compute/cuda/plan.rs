@@ -145,7 +145,8 @@ impl StepWords {
         }
         let last = row + step.tokens.len() - 1;
         match &step.logits {
-            LogitsRequest::No => {}
+            // No sequence wants hidden states of a device that does not compute them.
+            LogitsRequest::No | LogitsRequest::Hidden => {}
             LogitsRequest::Last => self.want(last..last + 1, None),
             LogitsRequest::All => self.want(row..last + 1, None),
             LogitsRequest::Draw(draw) => self.want(last..last + 1, Some(draw)),
