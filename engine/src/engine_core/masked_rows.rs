@@ -1,7 +1,8 @@
 //! The order in which the rows of a step are sampled: rows with a late mask come last.
 //!
 //! A mask is normally computed while the device runs the step. One that is late delays the others by at most
-//! [`MASK_WAIT`] in total. Its sequence then computes its last token again in the next step, with the same result.
+//! [`MASK_WAIT`] in total, the only wait of the core. Its sequence then computes its last token again in the next
+//! step, with the same result.
 
 use std::ops::Range;
 use std::time::Duration;

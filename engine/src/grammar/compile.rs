@@ -7,6 +7,7 @@ use llguidance::{Matcher, ParserFactory};
 use serde_json::{Value, json};
 
 use super::LEXER_STATES_MAX;
+use super::ebnf::{is_ebnf, literal, to_lark};
 use super::state::RawMask;
 
 /// Whitespace between the values of a JSON text. It is bounded, so that a model cannot fill its answer with it.
@@ -62,6 +63,19 @@ pub(super) fn compile(
     Ok(CompiledGrammar { matcher, first })
 }
 
+/// The mask after a text.
+///
+/// # Errors
+/// The text does not begin a permitted one.
+pub(super) fn after(matcher: &mut Matcher, text: &[u32], rows: usize) -> Result<RawMask, String> {
+    let wrong = || "the text so far does not fit the constraint".to_owned();
+    matcher.consume_tokens(text).map_err(|_| wrong())?;
+    match matcher.is_stopped() {
+        true => Ok(RawMask::complete(rows)),
+        false => RawMask::of(matcher, rows).map_err(|_| wrong()),
+    }
+}
+
 fn grammar_of(constraint: &OutputConstraint) -> Result<TopLevelGrammar, String> {
     match constraint {
         OutputConstraint::Json { schema, whitespace } => {
@@ -87,16 +101,11 @@ fn grammar_of(constraint: &OutputConstraint) -> Result<TopLevelGrammar, String> 
             let literals: Vec<String> = choices.iter().map(|choice| literal(choice)).collect();
             Ok(TopLevelGrammar::from_lark(format!("start: {}", literals.join(" | "))))
         }
-        OutputConstraint::Grammar(grammar) if grammar.contains("::=") => {
-            Err("grammars are in Lark's syntax (`start: \"a\" | \"b\"`), not in EBNF with `::=`".into())
+        OutputConstraint::Grammar(grammar) if is_ebnf(grammar) => {
+            Ok(TopLevelGrammar::from_lark(to_lark(grammar)?))
         }
         OutputConstraint::Grammar(grammar) => Ok(TopLevelGrammar::from_lark(grammar.clone())),
     }
-}
-
-/// A text as a literal of Lark: a JSON string, without a bare DEL.
-fn literal(text: &str) -> String {
-    Value::from(text).to_string().replace('\u{7f}', "\\u007f")
 }
 
 /// The compiler's message without its inner state: its first line, and the error in a regular expression. After a

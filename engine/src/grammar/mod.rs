@@ -21,6 +21,7 @@
 
 mod cache;
 mod compile;
+mod ebnf;
 mod service;
 mod state;
 mod vocabulary;

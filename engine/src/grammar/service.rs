@@ -18,7 +18,7 @@ use llguidance::ParserFactory;
 use tokio::sync::oneshot;
 
 use super::cache::GrammarCache;
-use super::compile::{compile, factory};
+use super::compile::{after, compile, factory};
 use super::state::{GrammarCursor, GrammarState, MaskOrder, StatePermit};
 use super::vocabulary::token_trie;
 use super::{COMPILE_QUEUE_MAX, COMPILE_TIMEOUT, GrammarRefusal};
@@ -52,6 +52,7 @@ pub struct GrammarService {
 struct CompileOrder {
     constraint: OutputConstraint,
     stops: Arc<[u32]>,
+    text: Vec<u32>,
     permits: Vec<StatePermit>,
     reply: oneshot::Sender<Result<Vec<GrammarState>, GrammarRefusal>>,
 }
@@ -64,7 +65,8 @@ impl GrammarService {
         Self { vocabulary, orders: OnceLock::new(), live: Arc::default() }
     }
 
-    /// The states of `count` sequences before their first token. `stops` are the tokens that end them.
+    /// The states of `count` sequences before their first token, which continues `text`. `stops` are the tokens that
+    /// end them.
     ///
     /// # Errors
     /// [`GrammarRefusal`].
@@ -72,6 +74,7 @@ impl GrammarService {
         &self,
         constraint: &OutputConstraint,
         stops: &[u32],
+        text: Vec<u32>,
         count: usize,
     ) -> Result<Vec<GrammarState>, GrammarRefusal> {
         let permits = StatePermit::take(&self.live, count)
@@ -79,7 +82,8 @@ impl GrammarService {
         let orders = self.orders.get_or_init(|| start(self.vocabulary.clone()));
         let orders = orders.as_ref().ok_or(GrammarRefusal::Busy("no thread for structured output"))?;
         let (reply, answer) = oneshot::channel();
-        let order = CompileOrder { constraint: constraint.clone(), stops: stops.into(), permits, reply };
+        let (constraint, stops) = (constraint.clone(), stops.into());
+        let order = CompileOrder { constraint, stops, text, permits, reply };
         if orders.try_send(order).is_err() {
             return Err(GrammarRefusal::Busy("too many constraints are waiting to be compiled"));
         }
@@ -132,8 +136,8 @@ fn compile_orders(
             continue;
         }
         let compiler = compiler.get_or_insert_with(|| Compiler::new(vocabulary));
-        let CompileOrder { constraint, stops, permits, reply } = order;
-        let states = || compiler.states(&constraint, &stops, permits, masks);
+        let CompileOrder { constraint, stops, text, permits, reply } = order;
+        let states = || compiler.states(&constraint, &stops, &text, permits, masks);
         // After a panic the dropped reply is the answer.
         if let Ok(states) = catch_unwind(AssertUnwindSafe(states)) {
             let _ = reply.send(states);
@@ -161,18 +165,23 @@ impl Compiler {
         &mut self,
         constraint: &OutputConstraint,
         stops: &Arc<[u32]>,
+        text: &[u32],
         permits: Vec<StatePermit>,
         masks: &Sender<MaskOrder>,
     ) -> Result<Vec<GrammarState>, GrammarRefusal> {
         let factory = self.factory.as_ref().map_err(|why| GrammarRefusal::Invalid(why.clone()))?;
         let compiled = self.cache.get(constraint, || compile(factory, self.rows, constraint));
         let compiled = compiled.map_err(GrammarRefusal::Invalid)?;
-        let state = |permit| {
+        let state = |permit| -> Result<GrammarState, GrammarRefusal> {
             // A lexer of its own: a shared one would fill with the states of others.
-            let matcher = compiled.matcher.deep_clone();
+            let mut matcher = compiled.matcher.deep_clone();
+            let first = match text {
+                [] => compiled.first.clone(),
+                text => after(&mut matcher, text, self.rows).map_err(GrammarRefusal::Invalid)?,
+            };
             let cursor = GrammarCursor { matcher, stops: Arc::clone(stops), _permit: permit };
-            GrammarState::new(cursor, compiled.first.clone(), masks.clone())
+            Ok(GrammarState::new(cursor, first, masks.clone()))
         };
-        Ok(permits.into_iter().map(state).collect())
+        permits.into_iter().map(state).collect()
     }
 }

@@ -66,6 +66,11 @@ impl RawMask {
         Ok(Self { mask, accepting })
     }
 
+    /// The mask after a complete text.
+    pub(super) fn complete(rows: usize) -> Self {
+        Self { mask: TokenMask::new(vec![0; rows.div_ceil(32)]), accepting: true }
+    }
+
     /// Permits tokens that end the sequence exactly when the text is complete. A grammar that needs such a token for
     /// its text gets it.
     pub(super) fn with_stops(self, stops: &[u32]) -> TokenMask {

@@ -1,10 +1,12 @@
 //! Constraints over the vocabularies of the text fixtures: what is permitted, what is refused, and where a text ends.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use baton_openai::{FinishReason, JsonWhitespace, OutputConstraint};
 use serde_json::{Value, json};
 
+use super::state::{GrammarCursor, StatePermit};
 use super::*;
 use crate::model::tests::fixture;
 use crate::model::tokenizer::{DecodeMode, SpecialTokens};
@@ -28,7 +30,7 @@ fn states(
 ) -> Result<Vec<GrammarState>, GrammarRefusal> {
     let mut builder = tokio::runtime::Builder::new_current_thread();
     let runtime = builder.enable_all().build().expect("a runtime");
-    runtime.block_on(service.states(constraint, stops, count))
+    runtime.block_on(service.states(constraint, stops, Vec::new(), count))
 }
 
 fn one(service: &GrammarService, constraint: &OutputConstraint) -> GrammarState {
@@ -78,6 +80,12 @@ fn each_kind_of_constraint_permits_its_texts_and_ends_them() {
                 "maybe \"\\\n\u{7f}",
                 "may,",
                 3,
+            ),
+            (
+                OutputConstraint::Grammar("root ::= \"a\" b{2}\nb ::= [x-z] | \"(\" b \")\"".into()),
+                "a((x))z",
+                "ay!",
+                2,
             ),
             (
                 OutputConstraint::Grammar("start: \"a\" b\nb: \"(\" b \")\" | \"x\"".into()),
@@ -147,7 +155,7 @@ fn a_constraint_that_cannot_be_enforced_is_refused_with_its_place() {
     refused(&OutputConstraint::Regex("(a".into()));
     refused(&OutputConstraint::Regex("a\\".into()));
     refused(&OutputConstraint::Regex("(?=a)b".into()));
-    assert!(refused(&OutputConstraint::Grammar("root ::= \"a\"".into())).contains("Lark"));
+    assert!(refused(&OutputConstraint::Grammar("root ::= x".into())).contains("`x` is not defined"));
     refused(&OutputConstraint::Grammar("start: missing".into()));
     // Hostile depth and size end with a refusal, not with the thread.
     refused(&OutputConstraint::Regex("(".repeat(16_000) + &")".repeat(16_000)));
@@ -203,6 +211,74 @@ fn equal_constraints_give_equal_masks_whatever_was_followed_before() {
     }
     let fresh = self::service("qwen3");
     assert_eq!(masks(&mut one(&fresh, &constraint)), first, "compiled again");
+}
+
+#[test]
+fn a_continued_text_has_the_masks_of_the_text_in_one_piece() {
+    let (tokenizer, _) = fixture("llama3");
+    let eos = tokenizer.eos().expect("the fixture has one");
+    let service = service("llama3");
+    let constraint = OutputConstraint::Regex("[a-z]{2,9}(-[0-9]{2})*!".into());
+    let ids = tokenizer.encode("hello-12-34!", SpecialTokens::AsWritten, 99).expect("short");
+    let mut builder = tokio::runtime::Builder::new_current_thread();
+    let runtime = builder.enable_all().build().expect("a runtime");
+    let continued = |text: &[u32]| {
+        let states = runtime.block_on(service.states(&constraint, &[eos], text.to_vec(), 1));
+        states.map(|mut states| states.remove(0))
+    };
+    let mut whole = continued(&[]).expect("it can be enforced");
+    for at in 0..ids.len() {
+        assert_eq!(whole.wait(LONG), MaskReadiness::Ready);
+        let rest = continued(&ids[..at]).expect("it fits");
+        assert_eq!(rest.mask(), whole.mask(), "after {at} tokens");
+        whole.end_after(ids[at], None);
+    }
+    let complete = continued(&ids).expect("it fits");
+    let mask = complete.mask().expect("ready");
+    assert!(mask.permits(eos) && !(0..ids.len()).any(|at| mask.permits(ids[at])));
+    assert!(matches!(continued(&[ids[0], eos]), Err(GrammarRefusal::Invalid(_))));
+}
+
+#[test]
+fn a_mask_is_late_until_its_thread_has_computed_it_and_fails_without_threads() {
+    let (tokenizer, _) = fixture("qwen3");
+    let rows = tokenizer.vocab();
+    // A model without an end-of-text token: a text still ends where nothing continues it.
+    let trie = vocabulary::token_trie(&tokenizer, rows, &[]).expect("a vocabulary");
+    let factory = compile::factory(&trie).expect("a factory");
+    let constraint = OutputConstraint::Regex("(xq){2}".into());
+    let compiled = compile::compile(&factory, rows, &constraint).expect("it can be enforced");
+    let (masks, wanted) = std::sync::mpsc::channel();
+    let live = Arc::default();
+    let state = || {
+        let permit = StatePermit::take(&live, 1).expect("few").remove(0);
+        let matcher = compiled.matcher.deep_clone();
+        let cursor = GrammarCursor { matcher, stops: Arc::from(Vec::new()), _permit: permit };
+        GrammarState::new(cursor, compiled.first.clone(), masks.clone())
+    };
+    let id = |text: &[u8]| {
+        (0..rows as u32).find(|id| tokenizer.bytes(*id) == text).expect("every byte has a token")
+    };
+    let (x, q) = (id(b"x"), id(b"q"));
+    let mut followed = state();
+    for (token, next) in [(x, q), (q, x), (x, q)] {
+        assert!(followed.mask().expect("ready").permits(token));
+        assert_eq!(followed.end_after(token, None), None);
+        assert_eq!(followed.wait(Duration::ZERO), MaskReadiness::Late);
+        assert_eq!((followed.wait(Duration::ZERO), followed.mask()), (MaskReadiness::Late, None));
+        wanted.recv().expect("an order").carry_out(rows);
+        assert_eq!(followed.wait(Duration::ZERO), MaskReadiness::Ready);
+        assert!(followed.mask().expect("ready").permits(next));
+    }
+    assert_eq!(followed.end_after(q, None), Some(FinishReason::Stop));
+    let mut dropped = state();
+    assert_eq!(dropped.end_after(x, None), None);
+    drop(wanted.recv().expect("an order"));
+    assert_eq!(dropped.wait(Duration::ZERO), MaskReadiness::Failed(GrammarFault::Stopped));
+    let mut alone = state();
+    drop(wanted);
+    assert_eq!(alone.end_after(x, None), None);
+    assert_eq!(alone.wait(Duration::ZERO), MaskReadiness::Failed(GrammarFault::Stopped));
 }
 
 /// Prints what masks cost. Nothing is asserted about time.

@@ -70,6 +70,26 @@ fn a_long_prompt_is_computed_in_chunks_and_its_blocks_are_freed() {
 }
 
 #[test]
+fn a_position_whose_token_is_not_sampled_is_computed_again() {
+    let mut scheduler = Scheduler::new(CONFIG, 32);
+    scheduler.submit(new(1, &[7; 10], 4, Purpose::Plain)).expect("accepted");
+    // The whole prompt but its last token counts as computed.
+    let prompt = scheduler.schedule();
+    assert_eq!(prompt, [StepPart { id: SeqId(1), start: 0, count: 10, samples: true }]);
+    scheduler.commit(&StepPart { count: 9, samples: false, ..prompt[0] }, None);
+    let last = [StepPart { id: SeqId(1), start: 9, count: 1, samples: true }];
+    assert_eq!(scheduler.schedule(), last);
+    // Nothing is recorded: the part is planned as often as necessary, with the same blocks.
+    let blocks = scheduler.sequence(SeqId(1)).expect("running").blocks().to_vec();
+    assert_eq!(scheduler.schedule(), last);
+    assert_eq!(scheduler.sequence(SeqId(1)).expect("running").blocks(), blocks);
+    scheduler.commit(&last[0], Some(1_000));
+    assert_eq!(scheduler.schedule(), [StepPart { id: SeqId(1), start: 10, count: 1, samples: true }]);
+    run(&mut scheduler);
+    assert_eq!(scheduler.usage().held_share(), 0.0);
+}
+
+#[test]
 fn a_repeated_prompt_computes_only_its_tail() {
     let mut scheduler = Scheduler::new(CONFIG, 32);
     let prompt: Vec<u32> = (1..=13).collect();

@@ -28,6 +28,7 @@ use bytes::{Bytes, BytesMut};
 use serde_json::{Map, Value, json};
 
 use crate::exchange::client_request::ClientRequest;
+use crate::message::engine_abort::has_mark;
 use crate::message::path::Dialect;
 use crate::message::sse;
 use crate::message::usage::Usage;
@@ -228,6 +229,10 @@ impl Transcript {
             return ResumePlan::Restart;
         }
         let Some(prompt) = &self.tokens.prompt else { return ResumePlan::Impossible };
+        let is_batons = self.head.as_ref().is_some_and(|head| has_mark(&head.id));
+        if self.request.is_constrained() && !is_batons {
+            return ResumePlan::Impossible;
+        }
         if self.finish {
             return ResumePlan::Finish(self.last_frames());
         }

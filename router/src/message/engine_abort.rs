@@ -173,7 +173,7 @@ fn has_content(choice: &Value) -> bool {
 }
 
 /// Whether an id is one of Baton's engines: a dot and 16 hexadecimal digits at its end.
-fn has_mark(id: &Value) -> bool {
+pub(crate) fn has_mark(id: &Value) -> bool {
     let mark = id.as_str().and_then(|id| id.rsplit_once('.')).map(|(_, mark)| mark);
     mark.is_some_and(|mark| mark.len() == 16 && mark.bytes().all(|byte| byte.is_ascii_hexdigit()))
 }

@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 use crate::code::Code;
 use crate::error::{ApiError, shortened};
 use crate::field::{Fields, must_be};
-use crate::limits::Scope;
+use crate::limits::{Scope, TOKENS_MAX};
 
 /// Bytes of the texts of a schema, names included. Large published schemas have about this many.
 const SCHEMA_TEXT_BYTES_MAX: usize = 256 << 10;
@@ -47,6 +47,15 @@ pub struct StructuredOutput {
     pub field: String,
     /// The constraint.
     pub constraint: OutputConstraint,
+    /// Last tokens of the prompt that belong to the text already: a router continues a response. 0 for a new one.
+    pub continues: u32,
+}
+
+impl StructuredOutput {
+    /// The constraint of a new response.
+    fn new(field: &str, constraint: OutputConstraint) -> Self {
+        Self { field: field.to_owned(), constraint, continues: 0 }
+    }
 }
 
 /// A constraint on a text.
@@ -86,6 +95,11 @@ pub(super) fn read(fields: Fields<'_>, scope: Scope) -> Result<Option<Structured
     if scope == Scope::AnyEngine {
         return Ok(None);
     }
+    one_of(fields)
+}
+
+/// The only constraint among these fields.
+fn one_of(fields: Fields<'_>) -> Result<Option<StructuredOutput>, ApiError> {
     let mut found: Option<StructuredOutput> = None;
     for name in FIELDS {
         let Some(value) = fields.get(name) else { continue };
@@ -100,7 +114,7 @@ pub(super) fn read(fields: Fields<'_>, scope: Scope) -> Result<Option<Structured
 }
 
 fn of_field(name: &str, value: &Value) -> Result<Option<StructuredOutput>, ApiError> {
-    let one = |constraint| Ok(Some(StructuredOutput { field: name.to_owned(), constraint }));
+    let one = |constraint| Ok(Some(StructuredOutput::new(name, constraint)));
     match name {
         "response_format" => response_format(value),
         "structured_outputs" => structured_outputs(value),
@@ -118,10 +132,7 @@ fn response_format(value: &Value) -> Result<Option<StructuredOutput>, ApiError> 
     let kind = Fields::under(object, FIELD).string("type")?;
     match kind {
         Some("text") => Ok(None),
-        Some("json_object") => Ok(Some(StructuredOutput {
-            field: FIELD.to_owned(),
-            constraint: any_object(JsonWhitespace::Allowed),
-        })),
+        Some("json_object") => Ok(Some(StructuredOutput::new(FIELD, any_object(JsonWhitespace::Allowed)))),
         Some("json_schema") => {
             let format = Fields::under(object, FIELD).object("json_schema")?;
             let format = format.ok_or_else(|| missing("response_format.json_schema"))?;
@@ -129,7 +140,7 @@ fn response_format(value: &Value) -> Result<Option<StructuredOutput>, ApiError> 
             let schema = format.get("schema").filter(|schema| !schema.is_null());
             let schema = schema.ok_or_else(|| missing(field))?;
             let constraint = json_schema(field, schema, JsonWhitespace::Allowed)?;
-            Ok(Some(StructuredOutput { field: field.to_owned(), constraint }))
+            Ok(Some(StructuredOutput::new(field, constraint)))
         }
         Some(other) => {
             let message = format!(
@@ -147,6 +158,9 @@ fn structured_outputs(value: &Value) -> Result<Option<StructuredOutput>, ApiErro
     const FIELD: &str = "structured_outputs";
     let object = value.as_object().ok_or_else(|| must_be(FIELD, "an object", value))?;
     let fields = Fields::under(object, FIELD);
+    if let Some(tokens) = fields.count("continues", 1..=TOKENS_MAX)? {
+        return continued(fields, tokens);
+    }
     for name in ["structural_tag", "whitespace_pattern", "disable_additional_properties"] {
         if fields.get(name).is_some_and(|value| value != &Value::Bool(false)) {
             let name = fields.name(name);
@@ -182,7 +196,18 @@ fn structured_outputs(value: &Value) -> Result<Option<StructuredOutput>, ApiErro
             any_object(whitespace)
         }
     };
-    Ok(Some(StructuredOutput { field, constraint }))
+    Ok(Some(StructuredOutput::new(&field, constraint)))
+}
+
+/// A response that a router continues: `of` has the client's fields, and the prompt ends with the text so far. vLLM
+/// refuses this form, because it has none of its constraints. It cannot continue a text without its constraint.
+fn continued(fields: Fields<'_>, tokens: u32) -> Result<Option<StructuredOutput>, ApiError> {
+    let field = fields.name("of");
+    let of = fields.object("of")?.ok_or_else(|| missing(&field))?;
+    match one_of(Fields::new(of))? {
+        Some(first) if first.continues == 0 => Ok(Some(StructuredOutput { continues: tokens, ..first })),
+        Some(_) | None => Err(ApiError::invalid(&*field, format!("`{field}` must have one constraint"))),
+    }
 }
 
 fn missing(field: &str) -> ApiError {
@@ -379,12 +404,27 @@ mod tests {
                 json_of(schema.clone(), Allowed),
             ),
         ] {
-            let expected = StructuredOutput { field: field.into(), constraint };
+            let expected = StructuredOutput::new(field, constraint);
             assert_eq!(of(&body), Ok(Some(expected)), "{body}");
         }
         for body in [json!({}), json!({"response_format": {"type": "text"}}), json!({"guided_json": null})] {
             assert_eq!(of(&body), Ok(None), "{body}");
         }
+    }
+
+    #[test]
+    fn a_continued_response_has_the_clients_fields_and_the_number_of_its_tokens() {
+        let regex = json!({"guided_regex": "a+"});
+        let body = json!({"structured_outputs": {"continues": 3, "of": regex}});
+        let first = StructuredOutput::new("guided_regex", OutputConstraint::Regex("a+".into()));
+        assert_eq!(of(&body), Ok(Some(StructuredOutput { continues: 3, ..first })));
+        for wrong in [json!({}), json!({"response_format": {"type": "text"}}), body] {
+            let body = json!({"structured_outputs": {"continues": 3, "of": wrong}});
+            refuses(body, "structured_outputs.of", "one constraint");
+        }
+        refuses(json!({"structured_outputs": {"continues": 3}}), "structured_outputs.of", "missing");
+        let none = json!({"structured_outputs": {"continues": 0, "of": regex}});
+        refuses(none, "structured_outputs.continues", "from 1 to");
     }
 
     #[test]

@@ -23,7 +23,7 @@ fn schema() -> Value {
     })
 }
 
-/// One body of each constraint; even numbers are greedy, odd ones are drawn.
+/// A body with one of four constraints. Four numbers are greedy, the next four are drawn.
 fn constrained(number: u64) -> Value {
     let constraints = [
         json!({"json": schema(), "disable_any_whitespace": true}),
@@ -119,6 +119,30 @@ fn a_batch_with_constrained_texts_gives_the_bits_of_each_text_alone() {
 }
 
 #[test]
+fn constrained_rows_beside_drawn_ones_on_a_device_follow_their_constraints() {
+    let mut on_device = options(LLAMA, Role::Both);
+    on_device.device = baton_engine_check::SOFTWARE;
+    let node = Node::start(on_device);
+    let drawn = |number: u64| {
+        json!({
+            "prompt": prompt(8_100 + number, 20), "max_tokens": 24, "temperature": 1, "seed": number,
+            "ignore_eos": true, "return_token_ids": true,
+        })
+    };
+    let bodies: Vec<Value> =
+        (0..16).map(|number| if number < 8 { constrained(number) } else { drawn(number) }).collect();
+    for (body, answer) in bodies.iter().zip(all_at_once(&node, &bodies)) {
+        let choice = &answer["choices"][0];
+        if body["structured_outputs"].is_object() {
+            fits(body, choice);
+        } else {
+            assert_eq!(choice["token_ids"].as_array().map(Vec::len), Some(24));
+        }
+    }
+    node.is_clean();
+}
+
+#[test]
 fn a_preempted_text_goes_on_where_its_grammar_was() {
     let long = json!({"regex": "([a-m][n-z]){20}"});
     let body = |number: u64| {
@@ -180,6 +204,29 @@ fn chats_take_openais_response_format() {
     assert!(text.trim_start().starts_with('{'), "{text}");
 }
 
+#[test]
+fn a_text_is_continued_from_every_token_as_it_would_have_been() {
+    let cluster = Cluster::of(QWEN3);
+    for number in 0..4 {
+        let body = constrained(number);
+        let whole = cluster.one.generate(&fresh_id(), &body).ok()["choices"][0].clone();
+        let tokens: Vec<u64> = serde_json::from_value(whole["token_ids"].clone()).expect("token ids");
+        let prompt: Vec<u64> = serde_json::from_value(body["prompt"].clone()).expect("token ids");
+        for sent in (1..tokens.len()).step_by(2) {
+            let so_far = [&prompt[..], &tokens[..sent]].concat();
+            let continued = json!({
+                "continues": sent, "of": {"structured_outputs": body["structured_outputs"]},
+            });
+            let mut body = with(&with(&body, "prompt", json!(so_far)), "structured_outputs", continued);
+            body["max_tokens"] = json!(48 - sent);
+            let rest = cluster.agrees(&body)["choices"][0].clone();
+            assert_eq!(rest["token_ids"], json!(tokens[sent..]), "{number}, after {sent}");
+            assert_eq!(rest["finish_reason"], whole["finish_reason"]);
+        }
+    }
+    cluster.is_clean();
+}
+
 /// The examples of `docs/reference/structured-output.md`.
 #[test]
 fn the_examples_of_the_page_are_answered_as_it_describes() {
@@ -223,7 +270,7 @@ fn a_refused_constraint_is_a_400_that_names_field_and_place_and_leaves_nothing()
     for (name, value, param, words) in [
         ("response_format", format.clone(), field, "/properties/x/not"),
         ("guided_regex", json!("(a"), "guided_regex", "guided_regex"),
-        ("guided_grammar", json!("root ::= x"), "guided_grammar", "Lark"),
+        ("guided_grammar", json!("root ::= x"), "guided_grammar", "`x` is not defined"),
         ("structured_outputs", json!({"choice": []}), "structured_outputs.choice", "1 to 1024"),
         ("structured_outputs", json!({"regex": "a", "grammar": "b"}), "structured_outputs", "regex, grammar"),
     ] {

@@ -88,11 +88,10 @@ fn leaf(rng: &mut SchemaRng) -> Value {
         }
         5 => {
             let least = rng.below(400) as f64 / 4.0;
-            match rng.chance() {
-                true => {
-                    json!({"type": "number", "minimum": least, "maximum": least + 12.5, "multipleOf": 0.25})
-                }
-                false => json!({"type": "number", "minimum": least - 50.0, "maximum": least - 37.5}),
+            match rng.below(4) {
+                // Any number of digits may follow the point.
+                0 => json!({"type": "number", "minimum": least - 50.0, "maximum": least - 37.5}),
+                _ => json!({"type": "number", "minimum": least, "maximum": least + 12.5, "multipleOf": 0.25}),
             }
         }
         6 => json!({"type": rng.pick(&["boolean", "null"])}),

@@ -15,6 +15,8 @@ pub(super) struct ContinuationRequest {
     model: String,
     /// The sampling fields of the client's body.
     sampling: Map<String, Value>,
+    /// Constraints of the text.
+    constraints: Map<String, Value>,
     max_tokens: Option<u64>,
     min_tokens: u64,
     stream_options: Option<Value>,
@@ -31,6 +33,7 @@ impl ContinuationRequest {
             endpoint,
             model: model.to_owned(),
             sampling: eligibility::sampling(body),
+            constraints: eligibility::constraints(body),
             max_tokens: number("max_completion_tokens").or_else(|| number("max_tokens")).or(default),
             min_tokens: number("min_tokens").unwrap_or(0),
             stream_options: body.get("stream_options").filter(|options| !options.is_null()).cloned(),
@@ -41,6 +44,11 @@ impl ContinuationRequest {
     /// Whether the client requests usage.
     pub(super) fn wants_usage(&self) -> bool {
         self.stream_options.as_ref().is_some_and(|options| options["include_usage"] == true)
+    }
+
+    /// Whether the response has a constraint, which only Baton's engines continue.
+    pub(super) fn is_constrained(&self) -> bool {
+        !self.constraints.is_empty()
     }
 
     /// The `object` of a frame of the response.
@@ -70,6 +78,13 @@ impl ContinuationRequest {
         }
         if let Some(most) = self.max_tokens {
             body.insert("max_tokens".to_owned(), json!(most - sent_tokens));
+        }
+        if self.is_constrained() && sent.is_empty() {
+            body.extend(self.constraints.clone());
+        } else if self.is_constrained() {
+            // An engine that does not know this form refuses it, and sends no text without its constraint.
+            let continued = json!({"continues": sent_tokens, "of": self.constraints});
+            body.insert("structured_outputs".to_owned(), continued);
         }
         let min = self.min_tokens.saturating_sub(sent_tokens);
         if min > 0 {

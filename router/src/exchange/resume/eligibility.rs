@@ -37,11 +37,21 @@ const KNOWN: [&str; 13] = [
     "priority",
 ];
 
+/// Constraints of the text. Baton's engines continue a text of a grammar.
+const CONSTRAINTS: [&str; 6] = [
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+];
+
 /// Whether another engine may continue the response of a request.
 ///
 /// Not permitted: responses that are not streamed; several choices; log probabilities and `echo`, whose frames contain
 /// more than text; stop strings, of which a part may be held back; a seed with a temperature, because the random draws
-/// would start again; tools, structured output, and any unknown field.
+/// would start again; tools, and any unknown field.
 pub(super) fn is_allowed(body: &Map<String, Value>) -> bool {
     let neutral = |name: &str, value: &Value| match name {
         "n" | "best_of" => *value == 1,
@@ -50,13 +60,13 @@ pub(super) fn is_allowed(body: &Map<String, Value>) -> bool {
         }
         "stop" | "tools" => value.as_array().is_some_and(Vec::is_empty),
         "tool_choice" => *value == "none",
-        "response_format" => value["type"] == "text",
         "presence_penalty" | "frequency_penalty" | "top_logprobs" => value.as_f64() == Some(0.0),
         _ => false,
     };
     let passes = |(name, value): (&String, &Value)| {
         let name = name.as_str();
-        value.is_null() || SAMPLING.contains(&name) || KNOWN.contains(&name) || neutral(name, value)
+        let known = SAMPLING.contains(&name) || KNOWN.contains(&name) || CONSTRAINTS.contains(&name);
+        value.is_null() || known || neutral(name, value)
     };
     let streamed = body.get("stream") == Some(&Value::Bool(true));
     let drawn = body.get("temperature").and_then(Value::as_f64) != Some(0.0);
@@ -68,6 +78,18 @@ pub(super) fn is_allowed(body: &Map<String, Value>) -> bool {
 pub(super) fn sampling(body: &Map<String, Value>) -> Map<String, Value> {
     let kept = |(name, value): (&String, &Value)| {
         (SAMPLING.contains(&name.as_str()) && !value.is_null()).then(|| (name.clone(), value.clone()))
+    };
+    body.iter().filter_map(kept).collect()
+}
+
+/// The constraints of a body's text; empty if all texts are permitted.
+pub(super) fn constraints(body: &Map<String, Value>) -> Map<String, Value> {
+    let constrains = |name: &str, value: &Value| match name {
+        "response_format" => value["type"] != "text",
+        _ => CONSTRAINTS.contains(&name),
+    };
+    let kept = |(name, value): (&String, &Value)| {
+        (!value.is_null() && constrains(name, value)).then(|| (name.clone(), value.clone()))
     };
     body.iter().filter_map(kept).collect()
 }

@@ -155,6 +155,8 @@ fn requests_whose_answer_depends_on_more_than_its_tokens_are_not_continued() {
         json!({"n": 1, "echo": false, "stop": [], "logprobs": null, "top_p": 0.5, "tools": []}),
         json!({"seed": 5, "min_tokens": 2, "presence_penalty": 0}),
         json!({"temperature": 0.7, "response_format": {"type": "text"}}),
+        json!({"response_format": {"type": "json_object"}}),
+        json!({"guided_json": {}, "structured_outputs": null}),
     ] {
         assert!(is_allowed(&completion(fine.clone())), "{fine}");
     }
@@ -167,14 +169,43 @@ fn requests_whose_answer_depends_on_more_than_its_tokens_are_not_continued() {
         json!({"stop": "x"}),
         json!({"seed": 5, "temperature": 0.5}),
         json!({"tools": [{}]}),
-        json!({"response_format": {"type": "json_object"}}),
         json!({"presence_penalty": 0.5}),
         json!({"return_token_ids": true}),
-        json!({"guided_json": {}}),
         json!({"something_new": 1}),
     ] {
         assert!(!is_allowed(&completion(not.clone())), "{not}");
     }
+}
+
+#[test]
+fn a_constrained_stream_of_batons_engine_is_continued_with_its_constraint() {
+    const BATONS: &str = "cmpl-7.0123456789abcdef";
+    let format = json!({"type": "json_object"});
+    let begin = |format: &Value| {
+        let body = completion(json!({"response_format": format, "guided_regex": null}));
+        Transcript::new(Endpoint::Completions, "m", &body)
+    };
+    let mut transcript = begin(&format);
+    transcript.rewrite_frames(&first(BATONS, &[1, 2], "{", &[10]));
+    transcript.rewrite_frames(&piece(BATONS, "\"a\"", &[11, 12], None));
+    let ResumePlan::Continue(body) = transcript.plan_resume() else { panic!("it can be continued") };
+    assert_eq!(body["prompt"], json!([1, 2, 10, 11, 12]));
+    let continued = json!({"continues": 3, "of": {"response_format": format}});
+    assert_eq!((&body["structured_outputs"], body.get("response_format")), (&continued, None));
+    // Nothing of the text was sent: the constraint is that of a new text.
+    let mut transcript = begin(&format);
+    transcript.rewrite_frames(&first(BATONS, &[1, 2], "", &[10]));
+    let ResumePlan::Continue(body) = transcript.plan_resume() else { panic!("it can be continued") };
+    assert_eq!((&body["response_format"], body.get("structured_outputs")), (&format, None));
+    // Another engine's: it would continue without the constraint.
+    let mut transcript = begin(&format);
+    transcript.rewrite_frames(&first("cmpl-7", &[1, 2], "{", &[10]));
+    assert_eq!(transcript.plan_resume(), ResumePlan::Impossible);
+    // No constraint.
+    let mut transcript = begin(&json!({"type": "text"}));
+    transcript.rewrite_frames(&first("cmpl-7", &[1, 2], "He", &[10]));
+    let ResumePlan::Continue(body) = transcript.plan_resume() else { panic!("it can be continued") };
+    assert!(!body.contains_key("structured_outputs") && !body.contains_key("response_format"));
 }
 
 #[test]
