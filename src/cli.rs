@@ -118,6 +118,9 @@ pub(crate) enum ToolCallParserArg {
     None,
     /// `<tool_call>{…}</tool_call>`: Hermes, Qwen
     Hermes,
+    /// `<tool_call><function=f><parameter=a>…`
+    #[value(name = "qwen3_coder", alias = "qwen3_xml")]
+    Qwen3Coder,
     /// `{"name": …, "parameters": {…}}`
     #[value(name = "llama3_json")]
     Llama3Json,
@@ -139,6 +142,7 @@ impl From<ToolCallParserArg> for FormatChoice<CallFormat> {
             ToolCallParserArg::Auto => Self::Auto,
             ToolCallParserArg::None => Self::Off,
             ToolCallParserArg::Hermes => Self::Is(CallFormat::Hermes),
+            ToolCallParserArg::Qwen3Coder => Self::Is(CallFormat::Qwen3Coder),
             ToolCallParserArg::Llama3Json => Self::Is(CallFormat::Llama3Json),
             ToolCallParserArg::Pythonic => Self::Is(CallFormat::Pythonic),
             ToolCallParserArg::Mistral => Self::Is(CallFormat::Mistral),

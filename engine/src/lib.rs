@@ -12,7 +12,7 @@
 //! | layer | contents |
 //! |---|---|
 //! | `log_span` | the span of log lines about one request |
-//! | [`model`] | the checkpoint: configuration, weights, tokenizer, chat template |
+//! | [`model`] | the checkpoint: configuration, weights, tokenizer, chat template; formats of responses |
 //! | [`sampling`] | from logits to a token; stop strings |
 //! | [`grammar`] | structured output: masks over the tokens |
 //! | [`compute`] | executors: forward passes on CPUs and CUDA devices |

@@ -7,6 +7,7 @@
 mod chat;
 mod completion;
 mod embedding;
+mod forced;
 mod prompt_options;
 mod restrictions;
 mod sampling;
@@ -18,6 +19,7 @@ pub use chat::{ChatInput, ToolChoice};
 pub(crate) use chat::{ROLES, TOOL_CALLS_MAX};
 pub use completion::Prompt;
 pub use embedding::{EmbeddingFormat, EmbeddingRequest, of_input};
+pub use forced::forced_calls_schema;
 pub use prompt_options::{PromptOptions, Truncation, TruncationSide};
 pub use restrictions::TokenRestrictions;
 pub use sampling::SamplingOptions;

@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use serde_json::{Number, Value, json};
 
 /// Every field that is read or refused, and two others.
-const FIELDS: [&str; 61] = [
+const FIELDS: [&str; 65] = [
     "model",
     "prompt",
     "messages",
@@ -43,6 +43,10 @@ const FIELDS: [&str; 61] = [
     "kv_transfer_params",
     "tools",
     "tool_choice",
+    "parallel_tool_calls",
+    "include_reasoning",
+    "reasoning_effort",
+    "thinking_token_budget",
     "chat_template_kwargs",
     "add_generation_prompt",
     "continue_final_message",

@@ -181,11 +181,17 @@ impl ChatTemplate {
 ///
 /// - OpenAI renamed `system` to `developer`. A template without the new name would drop the message or refuse it.
 /// - A message with calls and without text has `content` `none` in Hugging Face. Templates that compare with it
-///   (DeepSeek V3) would drop the calls otherwise. For the others it is empty, as in vLLM.
+///   (DeepSeek V3) would drop the calls or repeat the turn otherwise. For the others it is empty, as in vLLM.
+/// - The arguments of calls are objects. Templates that add them to a text (DeepSeek's) get JSON.
 fn prepared(messages: &[Json], source: &str) -> Vec<Json> {
     let knows_developer = source.contains("developer");
-    let compares = ["content'] is none", "content\"] is none", "content is none"];
-    let knows_none = compares.iter().any(|compares| source.contains(compares));
+    let has = |name: &str, after: &str| {
+        [format!(".{name}{after}"), format!("['{name}']{after}"), format!("[\"{name}\"]{after}")]
+            .iter()
+            .any(|text| source.contains(text))
+    };
+    let knows_none = has("content", " is none") || has("content", " is not none");
+    let adds_arguments = has("arguments", " +");
     let prepare = |message: &Json| {
         let mut message = message.clone();
         if !knows_developer && message["role"] == "developer" {
@@ -193,6 +199,11 @@ fn prepared(messages: &[Json], source: &str) -> Vec<Json> {
         }
         if knows_none && message["content"] == "" && message.get("tool_calls").is_some() {
             message["content"] = Json::Null;
+        }
+        let calls = message.get_mut("tool_calls").and_then(Json::as_array_mut);
+        for call in calls.into_iter().flatten().filter(|_| adds_arguments) {
+            let arguments = &mut call["function"]["arguments"];
+            *arguments = Json::from(json::dumps(arguments));
         }
         message
     };
@@ -319,3 +330,5 @@ impl Write for BoundedBuffer {
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tool_tests;

@@ -270,5 +270,10 @@ mod tests {
         let ids = encode(&tokenizer, "a<|im_end|>b<think>c");
         assert_eq!(stream(&tokenizer, DecodeMode::SkipSpecial, &ids).concat(), "ab<think>c");
         assert_eq!(stream(&tokenizer, DecodeMode::All, &ids).concat(), "a<|im_end|>b<think>c");
+        let mut shown = Detokenizer::new(Arc::clone(&tokenizer), DecodeMode::SkipSpecial);
+        shown = shown.showing(&["<|im_end|>", "no token"]);
+        let ids = encode(&tokenizer, "a<|im_end|>b<|im_start|>c");
+        let text: String = ids.iter().map(|id| shown.push(*id)).collect();
+        assert_eq!(text, "a<|im_end|>bc");
     }
 }

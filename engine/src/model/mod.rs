@@ -1,4 +1,4 @@
-//! A Hugging Face checkpoint: its files, configuration, weights, tokenizer and chat template.
+//! A Hugging Face checkpoint: its files, configuration, weights, tokenizer, chat template and formats of responses.
 
 pub mod chat_template;
 pub mod config;

@@ -5,7 +5,6 @@
 //! HTTP requests as a router does: the prefill leg, then the decode leg with the reply's `kv_transfer_params`.
 
 mod aborts;
-mod chats;
 mod data_parallel;
 mod device;
 mod early;

@@ -43,14 +43,18 @@ pub struct ChatInput {
     pub continue_final_message: bool,
 }
 
-/// `tool_choice`, as far as an engine without grammars supports it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// `tool_choice`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum ToolChoice {
     /// The model decides.
     #[default]
     Auto,
     /// The prompt contains no tools.
     None,
+    /// The model calls at least one of the tools.
+    Required,
+    /// The model calls this function.
+    Function(String),
 }
 
 pub(super) fn read(fields: Fields<'_>, limits: &ParseLimits) -> Result<ChatInput, ApiError> {
@@ -67,6 +71,7 @@ pub(super) fn read(fields: Fields<'_>, limits: &ParseLimits) -> Result<ChatInput
     let turn = turn_options(fields, limits.scope)?;
     let TurnOptions { continue_final_message, add_generation_prompt, tool_choice, .. } = turn;
     let tools = objects(fields, "tools", limits)?;
+    has_tools_of(&tool_choice, &tools)?;
     Ok(ChatInput {
         messages: messages
             .iter()
@@ -147,16 +152,46 @@ fn objects(fields: Fields<'_>, name: &str, limits: &ParseLimits) -> Result<Vec<V
 }
 
 fn tool_choice(fields: Fields<'_>, scope: Scope) -> Result<ToolChoice, ApiError> {
-    match fields.get("tool_choice") {
-        None => Ok(ToolChoice::Auto),
-        Some(Value::String(choice)) if choice == "auto" => Ok(ToolChoice::Auto),
-        Some(Value::String(choice)) if choice == "none" => Ok(ToolChoice::None),
-        Some(Value::String(_) | Value::Object(_)) if scope == Scope::AnyEngine => Ok(ToolChoice::Auto),
-        Some(other) => {
+    let Some(value) = fields.get("tool_choice") else { return Ok(ToolChoice::Auto) };
+    let expected = "\"auto\", \"none\", \"required\" or a function";
+    let choice = match value {
+        Value::String(choice) if choice == "auto" => ToolChoice::Auto,
+        Value::String(choice) if choice == "none" => ToolChoice::None,
+        Value::String(_) | Value::Object(_) if scope == Scope::AnyEngine => ToolChoice::Auto,
+        Value::String(choice) if choice == "required" => ToolChoice::Required,
+        Value::Object(choice) if choice.get("type").is_some_and(|kind| kind == "function") => {
+            let name = choice.get("function").and_then(|function| function.get("name")?.as_str());
+            ToolChoice::Function(name.ok_or_else(|| must_be("tool_choice", expected, value))?.to_owned())
+        }
+        other => return Err(must_be("tool_choice", expected, other).with_code(Code::UnsupportedParameter)),
+    };
+    can_be_forced(&choice, value)?;
+    Ok(choice)
+}
+
+/// Refuses a choice that needs constrained texts, which the engine does not have.
+fn can_be_forced(choice: &ToolChoice, value: &Value) -> Result<(), ApiError> {
+    match choice {
+        ToolChoice::Auto | ToolChoice::None => Ok(()),
+        ToolChoice::Required | ToolChoice::Function(_) => {
             let expected = "\"auto\" or \"none\" (forcing a call is not supported)";
-            Err(must_be("tool_choice", expected, other).with_code(Code::UnsupportedParameter))
+            Err(must_be("tool_choice", expected, value).with_code(Code::UnsupportedParameter))
         }
     }
+}
+
+/// A call can be forced only of tools of the request.
+fn has_tools_of(choice: &ToolChoice, tools: &[Value]) -> Result<(), ApiError> {
+    let message = match choice {
+        ToolChoice::Required if tools.is_empty() => {
+            "`tool_choice` is required, but there are no `tools`".to_owned()
+        }
+        ToolChoice::Function(name) if !tools.iter().any(|tool| tool["function"]["name"] == name.as_str()) => {
+            format!("`tool_choice` names the function `{}`, which is not in `tools`", shortened(name))
+        }
+        ToolChoice::Auto | ToolChoice::None | ToolChoice::Required | ToolChoice::Function(_) => return Ok(()),
+    };
+    Err(ApiError::invalid("tool_choice", message))
 }
 
 fn message(index: usize, value: &Value, scope: Scope) -> Result<Value, ApiError> {
@@ -174,7 +209,7 @@ fn message(index: usize, value: &Value, scope: Scope) -> Result<Value, ApiError>
     let text = content(fields, role, scope)?;
     out.insert("content".to_owned(), Value::String(text));
     match fields.array("tool_calls", scope.most(TOOL_CALLS_MAX))? {
-        Some([]) | None => drop(out.remove("tool_calls")),
+        Some([]) | None => drop(out.shift_remove("tool_calls")),
         Some(calls) => {
             out.insert("tool_calls".to_owned(), Value::Array(tool_calls(calls, &path)?));
         }

@@ -34,6 +34,16 @@ pub(super) fn tojson(value: &Value, indent: Option<usize>, kwargs: Kwargs) -> Re
     String::from_utf8(out).map(Value::from).map_err(|error| unserializable(&error))
 }
 
+/// A value as `tojson` without arguments writes it.
+pub(super) fn dumps(value: &serde_json::Value) -> String {
+    let (item, key) = (", ".to_owned(), ": ".to_owned());
+    let style = PythonFormatter { item, key, indent: None, ascii: false, level: 0, empty: true };
+    let mut out = Vec::new();
+    let mut serializer = serde_json::Serializer::with_formatter(&mut out, style);
+    value.serialize(&mut serializer).expect("a value of JSON serializes, and a Vec takes every write");
+    String::from_utf8(out).expect("JSON is UTF-8")
+}
+
 fn unserializable(error: &dyn std::fmt::Display) -> Error {
     Error::new(ErrorKind::BadSerialization, error.to_string())
 }
@@ -107,6 +117,17 @@ impl Formatter for PythonFormatter {
 
     fn begin_object_value<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
         writer.write_all(self.key.as_bytes())
+    }
+
+    /// Rust's shortest digits are Python's, and so is the choice of an exponent. Python's has a sign and two digits.
+    fn write_f64<W: ?Sized + io::Write>(&mut self, writer: &mut W, value: f64) -> io::Result<()> {
+        let text = format!("{value:?}");
+        let Some((digits, exponent)) = text.split_once('e') else { return writer.write_all(text.as_bytes()) };
+        let (sign, exponent) = match exponent.strip_prefix('-') {
+            Some(exponent) => ('-', exponent),
+            None => ('+', exponent),
+        };
+        write!(writer, "{digits}e{sign}{exponent:0>2}")
     }
 
     fn write_string_fragment<W: ?Sized + io::Write>(&mut self, writer: &mut W, text: &str) -> io::Result<()> {

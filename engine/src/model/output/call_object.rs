@@ -12,6 +12,9 @@ use super::sink::OutputSink;
 /// Bytes of a field's name.
 const KEY_BYTES_MAX: usize = 256;
 
+/// Fields of calls.
+const FIELDS: [&str; 5] = ["name", "arguments", "parameters", "type", "id"];
+
 /// The effect of a character.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum CallStep {
@@ -132,17 +135,17 @@ impl CallObject {
             ObjectPlace::Key => match character {
                 _ if space => CallStep::More,
                 '"' => self.go(true, ObjectPlace::InKey),
-                '}' => self.close(known, sink),
+                '}' => self.close(sink),
                 _ => CallStep::Invalid,
             },
-            ObjectPlace::InKey => self.in_key(character),
+            ObjectPlace::InKey => self.in_key(character, known),
             ObjectPlace::Colon => self
                 .go(space || character == ':', if space { ObjectPlace::Colon } else { ObjectPlace::Value }),
             ObjectPlace::Value => {
                 if space {
                     CallStep::More
                 } else {
-                    self.begin_value(character, known, sink)
+                    self.begin_value(character, sink)
                 }
             }
             ObjectPlace::InName | ObjectPlace::InTextArguments => self.in_string(character, known, sink),
@@ -162,7 +165,7 @@ impl CallObject {
             ObjectPlace::AfterValue => match character {
                 _ if space => CallStep::More,
                 ',' => self.go(true, ObjectPlace::Key),
-                '}' => self.close(known, sink),
+                '}' => self.close(sink),
                 _ => CallStep::Invalid,
             },
         }
@@ -177,15 +180,17 @@ impl CallObject {
         if valid { CallStep::More } else { CallStep::Invalid }
     }
 
-    fn in_key(&mut self, character: char) -> CallStep {
+    /// An object that may be an answer in JSON is none of the known calls as soon as it has another field.
+    fn in_key(&mut self, character: char, known: &[String]) -> CallStep {
         if self.value.push(character) == ValueStep::Last {
-            return self.go(true, ObjectPlace::Colon);
+            let valid = known.is_empty() || FIELDS.contains(&self.json.as_str());
+            return self.go(valid, ObjectPlace::Colon);
         }
         self.json.push(character);
         self.go(self.json.len() <= KEY_BYTES_MAX, ObjectPlace::InKey)
     }
 
-    fn begin_value(&mut self, first: char, known: &[String], sink: &mut OutputSink) -> CallStep {
+    fn begin_value(&mut self, first: char, sink: &mut OutputSink) -> CallStep {
         if matches!(first, ',' | '}' | ']' | ':') {
             return CallStep::Invalid;
         }
@@ -195,7 +200,7 @@ impl CallObject {
             ("name", _) if self.name.is_none() => CallStep::Invalid,
             ("arguments" | "parameters", '{') if !self.has_arguments => {
                 self.has_arguments = true;
-                if self.name.is_some() && !self.begin(known, sink) {
+                if self.name.is_some() && !self.begin(sink) {
                     return CallStep::Invalid;
                 }
                 self.add_arguments("{", sink);
@@ -224,14 +229,15 @@ impl CallObject {
         }
         let Ok(text) = serde_json::from_str::<String>(&self.json) else { return CallStep::Invalid };
         if self.place == ObjectPlace::InName {
+            let valid = known.is_empty() || known.contains(&text);
             self.name = Some(text);
-            if self.has_arguments && !self.begin(known, sink) {
+            if !valid || (self.has_arguments && !self.begin(sink)) {
                 return CallStep::Invalid;
             }
         } else {
             let text = if text.trim().is_empty() { "{}" } else { text.trim() };
             let valid = text.starts_with('{') && serde_json::from_str::<IgnoredAny>(text).is_ok();
-            if !valid || (self.name.is_some() && !self.begin(known, sink)) {
+            if !valid || (self.name.is_some() && !self.begin(sink)) {
                 return CallStep::Invalid;
             }
             self.add_arguments(text, sink);
@@ -248,9 +254,8 @@ impl CallObject {
     }
 
     /// Passes the call to the sink, with the arguments so far.
-    fn begin(&mut self, known: &[String], sink: &mut OutputSink) -> bool {
-        let Some(name) = &self.name else { return false };
-        if !(known.is_empty() || known.contains(name)) || !sink.call(name) {
+    fn begin(&mut self, sink: &mut OutputSink) -> bool {
+        if !self.name.as_deref().is_some_and(|name| sink.call(name)) {
             return false;
         }
         self.begun = true;
@@ -261,8 +266,8 @@ impl CallObject {
         true
     }
 
-    fn close(&mut self, known: &[String], sink: &mut OutputSink) -> CallStep {
-        if !self.begun && !self.begin(known, sink) {
+    fn close(&mut self, sink: &mut OutputSink) -> CallStep {
+        if !self.begun && !self.begin(sink) {
             return CallStep::Invalid;
         }
         if !self.has_arguments {

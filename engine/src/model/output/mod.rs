@@ -9,23 +9,29 @@
 mod blocks;
 mod call_object;
 mod deepseek;
+mod forced;
 mod harmony;
 mod marker;
 mod pythonic;
 mod reasoning;
 mod sink;
+mod tags;
 
+pub use forced::ForcedCalls;
 pub use reasoning::PromptEnd;
 
 use baton_openai::{ChatInput, GenerateRequest, Input};
+use serde_json::Value;
 
 use super::chat_template::ChatTemplate;
 use blocks::BlockCalls;
 use deepseek::DeepseekCalls;
+use forced::ForcedParser;
 use harmony::HarmonyMessages;
 use pythonic::PythonicCalls;
 use reasoning::{ReasoningSplitter, ReasoningTags};
 use sink::{OutputSink, TextKind};
+use tags::TaggedCalls;
 
 /// A part of a response.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,6 +51,8 @@ pub enum OutputPart {
 pub enum CallFormat {
     /// `<tool_call>{…}</tool_call>`: Hermes, Qwen.
     Hermes,
+    /// `<tool_call><function=f><parameter=a>…`: Qwen 3 Coder.
+    Qwen3Coder,
     /// `{"name": …, "parameters": {…}}`: Llama 3.
     Llama3Json,
     /// `[f(a=1), g()]`: Llama 3.2 and 4.
@@ -143,6 +151,7 @@ impl OutputFormat {
             Some(CallFormat::Hermes) => {
                 markers.extend(blocks::HERMES.open.iter().chain(&blocks::HERMES.close))
             }
+            Some(CallFormat::Qwen3Coder) => markers.extend(tags::MARKERS),
             Some(CallFormat::Llama3Json) => markers.extend(blocks::LLAMA3.open),
             Some(CallFormat::Pythonic) => markers.extend(pythonic::MARKERS),
             Some(CallFormat::Mistral) => {
@@ -179,9 +188,9 @@ impl CallFormat {
             (has(harmony::MARKERS[1]) && has("functions"), Self::Harmony),
             (has(deepseek::MARKERS[1]), Self::DeepseekV3),
             (has("[TOOL_CALLS]"), Self::Mistral),
-            (has(pythonic::START), Self::Pythonic),
-            // `<function=…>` inside: the XML of Qwen 3 Coder is another format.
-            (has("<tool_call>") && !has("<function="), Self::Hermes),
+            (has(pythonic::START) || has("[func_name1("), Self::Pythonic),
+            (has(tags::MARKERS[0]) && has(tags::MARKERS[1]), Self::Qwen3Coder),
+            (has(blocks::HERMES.open[0]), Self::Hermes),
             (has("<|python_tag|>") || has("{\"name\": function name, \"parameters\""), Self::Llama3Json),
         ];
         formats.into_iter().find_map(|(is, format)| is.then_some(format))
@@ -218,6 +227,10 @@ pub struct OutputContext {
     pub prompt: PromptEnd,
     /// Names of the request's functions.
     pub functions: Vec<String>,
+    /// The request's tools, for the format whose arguments have no types.
+    pub tools: Vec<Value>,
+    /// The calls that the request forces: the text has no other format then, and no reasoning.
+    pub forced: Option<ForcedCalls>,
     /// Calls beyond this number are left out.
     pub calls_shown: usize,
     /// Whether the markers of calls are special tokens that the response's text leaves out.
@@ -237,17 +250,22 @@ pub struct OutputParser {
 enum ContentParser {
     Text,
     Blocks(BlockCalls),
+    Tagged(TaggedCalls),
     Pythonic(PythonicCalls),
     Deepseek(DeepseekCalls),
     Harmony(HarmonyMessages),
+    Forced(ForcedParser),
 }
 
 impl OutputParser {
     /// The parser of a response to come.
     #[must_use]
     pub fn new(format: OutputFormat, context: OutputContext) -> Self {
-        let OutputContext { prompt, functions, calls_shown, hides_markers } = context;
+        let OutputContext { prompt, functions, tools, forced, calls_shown, hides_markers } = context;
         let mut sink = OutputSink::new(calls_shown);
+        if let Some(calls) = forced {
+            return Self { sink, reasoning: None, content: ContentParser::Forced(ForcedParser::new(calls)) };
+        }
         let harmony = format.reasoning == Some(ReasoningFormat::Harmony);
         let content = match format.calls {
             _ if harmony => ContentParser::Harmony(HarmonyMessages::new()),
@@ -255,6 +273,7 @@ impl OutputParser {
             Some(CallFormat::Hermes) => {
                 ContentParser::Blocks(BlockCalls::new(blocks::HERMES, functions, hides_markers))
             }
+            Some(CallFormat::Qwen3Coder) => ContentParser::Tagged(TaggedCalls::new(tools, hides_markers)),
             Some(CallFormat::Llama3Json) => {
                 ContentParser::Blocks(BlockCalls::new(blocks::LLAMA3, functions, hides_markers))
             }
@@ -302,9 +321,11 @@ impl OutputParser {
         match &mut self.content {
             ContentParser::Text => {}
             ContentParser::Blocks(calls) => calls.finish(&mut self.sink),
+            ContentParser::Tagged(calls) => calls.finish(&mut self.sink),
             ContentParser::Pythonic(calls) => calls.finish(&mut self.sink),
             ContentParser::Deepseek(calls) => calls.finish(&mut self.sink),
             ContentParser::Harmony(messages) => messages.finish(&mut self.sink),
+            ContentParser::Forced(calls) => calls.finish(&mut self.sink),
         }
         self.sink.finish();
         self.sink.take()
@@ -316,9 +337,11 @@ impl OutputParser {
             match &mut self.content {
                 ContentParser::Text => sink.text(TextKind::Content, character),
                 ContentParser::Blocks(calls) => calls.push(character, sink),
+                ContentParser::Tagged(calls) => calls.push(character, sink),
                 ContentParser::Pythonic(calls) => calls.push(character, sink),
                 ContentParser::Deepseek(calls) => calls.push(character, sink),
                 ContentParser::Harmony(messages) => messages.push(character, sink),
+                ContentParser::Forced(calls) => calls.push(character, sink),
             }
         }
     }

@@ -1,6 +1,7 @@
 //! Parsers: whole texts of each format, every split of them, and hostile texts.
 
 use proptest::prelude::*;
+use serde_json::json;
 
 use super::*;
 
@@ -15,12 +16,20 @@ const QWEN3: OutputFormat =
     OutputFormat { calls: Some(CallFormat::Hermes), reasoning: Some(ReasoningFormat::Qwen3) };
 const HARMONY: OutputFormat =
     OutputFormat { calls: Some(CallFormat::Harmony), reasoning: Some(ReasoningFormat::Harmony) };
-const FORMATS: [OutputFormat; 7] = [HERMES, LLAMA3, PYTHONIC, MISTRAL, DEEPSEEK, QWEN3, HARMONY];
+const CODER: OutputFormat = OutputFormat { calls: Some(CallFormat::Qwen3Coder), reasoning: None };
+const FORMATS: [OutputFormat; 8] = [HERMES, CODER, LLAMA3, PYTHONIC, MISTRAL, DEEPSEEK, QWEN3, HARMONY];
 
 fn context() -> OutputContext {
     OutputContext {
         prompt: PromptEnd::Plain,
         functions: vec!["weather".to_owned(), "time".to_owned()],
+        tools: vec![
+            json!({"type": "function", "function": {"name": "weather", "parameters": {"properties": {
+                "city": {"type": "string"}, "days": {"type": ["integer", "null"]}, "wind": {"type": "boolean"},
+                "more": {"type": "object"},
+            }}}}),
+        ],
+        forced: None,
         calls_shown: usize::MAX,
         hides_markers: false,
     }
@@ -134,6 +143,28 @@ fn what_follows_a_call_in_its_block_is_dropped_unless_the_block_stays_open() {
     // Cut off inside the arguments or the closing marker.
     has(HERMES, "<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": \"b", &call("f", "{\"a\": \"b"));
     has(HERMES, "<tool_call>{\"name\": \"time\"}\n</tool_", &call("time", "{}"));
+}
+
+#[test]
+fn arguments_in_tags_have_the_types_of_the_schema() {
+    let text = "Let me see.\n<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n\
+                </tool_call>\n<tool_call>\n<function=time>\n</function>\n</tool_call>";
+    has(CODER, text, &[vec![content("Let me see.")], two_calls()].concat());
+    let text = "<function=weather><parameter=days>2<parameter=city>\n\n2\n</parameter>junk<parameter=wind>True</parameter>\
+                <parameter=more>\n{\"a\": [1]}\n</parameter><parameter=days>soon</parameter><parameter=x>3</function> Done.";
+    let json = r#"{"days": 2, "city": "\n2", "wind": true, "more": {"a": [1]}, "days": "soon", "x": "3"}"#;
+    has(CODER, text, &[&call("weather", json)[..], &[content("Done.")]].concat());
+    let text = "<tool_call><function=weather><parameter=city>Par";
+    has(CODER, text, &[OutputPart::Call("weather".to_owned())]);
+    for text in [
+        "<tool_call>",
+        "<tool_call> {\"name\": 1}</tool_call>",
+        "<tool_call><func",
+        "<function=a b>",
+        "<function=f",
+    ] {
+        has(CODER, text, &[content(text)]);
+    }
 }
 
 #[test]
@@ -286,6 +317,26 @@ fn the_end_of_a_prompt_is_read_from_its_tags() {
 }
 
 #[test]
+fn forced_calls_are_the_whole_text() {
+    let any = "[{\"name\": \"weather\", \"parameters\": {\"city\": \"Paris\"}},\n {\"name\":\"time\",\"parameters\":{}}]\n";
+    let cases = [
+        (ForcedCalls::Any, any, two_calls()),
+        (ForcedCalls::Of("weather".to_owned()), PARIS, call("weather", PARIS).to_vec()),
+        (ForcedCalls::Of("f".to_owned()), "{\"a\": \"b", call("f", "{\"a\": \"b").to_vec()),
+        (ForcedCalls::Any, "[{\"name\": \"time\"}, ", call("time", "{}").to_vec()),
+        // Without a grammar: as written.
+        (ForcedCalls::Of("f".to_owned()), "no call", vec![content("no call")]),
+        (ForcedCalls::Any, "[{\"name\": 7}] x", vec![content("[{\"name\": 7}] x")]),
+        (ForcedCalls::Any, "[ {\"name\": \"f", vec![content("[ {\"name\": \"f")]),
+    ];
+    for (forced, text, expected) in cases {
+        let context = || OutputContext { forced: Some(forced.clone()), ..context() };
+        assert_eq!(parts(QWEN3, context(), [text]), expected, "{text}");
+        assert_eq!(parts(QWEN3, context(), pieces(text, 0..text.len())), expected, "by character: {text}");
+    }
+}
+
+#[test]
 fn calls_are_bounded() {
     let one = OutputContext { calls_shown: 1, ..context() };
     let text = "<tool_call>{\"name\": \"time\"}</tool_call>".repeat(3);
@@ -321,6 +372,11 @@ fn hostile() -> impl Strategy<Value = String> {
         "<tool_call>",
         "</tool_call>",
         "<tool",
+        "<function=",
+        "</function>",
+        "<parameter=",
+        "</parameter>",
+        "f>",
         "<think>",
         "</think>",
         "[TOOL_CALLS]",
@@ -394,7 +450,7 @@ proptest! {
 
     #[test]
     fn a_text_without_calls_is_its_content(text in hostile()) {
-        for format in [HERMES, LLAMA3, PYTHONIC, OutputFormat { reasoning: None, ..MISTRAL }] {
+        for format in [HERMES, CODER, LLAMA3, PYTHONIC, OutputFormat { reasoning: None, ..MISTRAL }] {
             // This marker is left out wherever it stands.
             let text = text.replace("<|python_end|>", "");
             let whole = parts(format, context(), [text.as_str()]);

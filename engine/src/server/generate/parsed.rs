@@ -4,10 +4,10 @@
 //! Ids of calls are hashes of the request's name, its prompt and the call's place: repeating a request under its name
 //! repeats them, and the next turn of a conversation has others.
 
-use baton_openai::{CallDelta, GenerateRequest, Input, MessageParts, ToolCall};
+use baton_openai::{CallDelta, GenerateRequest, Input, MessageParts, ToolCall, ToolChoice};
 use sha2::{Digest, Sha256};
 
-use crate::model::output::{CallFormat, OutputContext, OutputFormat, OutputParser, OutputPart};
+use crate::model::output::{CallFormat, ForcedCalls, OutputContext, OutputFormat, OutputParser, OutputPart};
 use crate::model::tokenizer::{DecodeMode, Tokenizer};
 use crate::scheduler::sequence::{NewSequence, Purpose};
 use crate::server::choice::ChoiceUpdate;
@@ -44,7 +44,13 @@ impl ParsedChoice {
     ) -> Option<Self> {
         let format = model.output.of_request(request);
         let Input::Chat(chat) = &request.input else { return None };
-        if format.is_off() || matches!(sequence.purpose, Purpose::Produce { .. }) {
+        let forced = match &chat.tool_choice {
+            ToolChoice::Auto | ToolChoice::None => None,
+            ToolChoice::Required => Some(ForcedCalls::Any),
+            ToolChoice::Function(name) => Some(ForcedCalls::Of(name.clone())),
+        };
+        let is_off = format.is_off() && forced.is_none();
+        if is_off || matches!(sequence.purpose, Purpose::Produce { .. }) {
             return None;
         }
         let tail = &sequence.prompt[sequence.prompt.len().saturating_sub(TAIL_TOKENS)..];
@@ -53,6 +59,8 @@ impl ParsedChoice {
         let context = OutputContext {
             prompt: format.end_of_prompt(chat, &tail),
             functions: chat.tools.iter().filter_map(name).collect(),
+            tools: if format.calls == Some(CallFormat::Qwen3Coder) { chat.tools.clone() } else { Vec::new() },
+            forced,
             calls_shown: if chat.parallel_tool_calls { usize::MAX } else { 1 },
             hides_markers: request.skip_special_tokens
                 && has_special(&model.tokenizer, OutputFormat { reasoning: None, ..format }),

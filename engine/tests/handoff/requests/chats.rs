@@ -9,8 +9,8 @@ use baton_engine::run::options::{EngineOptions, Role};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use super::harness::cluster::{Cluster, Node, QWEN3, options, with};
 use super::texts::checkpoint;
+use crate::harness::cluster::{Cluster, Node, QWEN3, options, with};
 
 /// The response, by token.
 const SCRIPT: [(u32, &str); 3] = [
@@ -126,6 +126,7 @@ fn a_call_is_returned_apart_from_reasoning_and_content_whole_and_streamed() {
         "finish_reason": "tool_calls",
     });
     assert_eq!(answer(&reply), expected);
+    assert_eq!(with_id(&documented(), &id), expected["message"]);
     assert_eq!(
         (&reply["usage"]["completion_tokens"], &reply["choices"][0]["stop_reason"]),
         (&json!(4), &json!(END))
@@ -138,6 +139,23 @@ fn a_call_is_returned_apart_from_reasoning_and_content_whole_and_streamed() {
     assert!(first.contains("\"reasoning_content\":\"\""), "{first}");
     assert!(!stream.text.contains("tool_call>") && !stream.text.contains("think>"), "{}", stream.text);
     engine.is_clean();
+}
+
+/// The message in the reference.
+fn documented() -> Value {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/reference/api.md");
+    let page = std::fs::read_to_string(path).expect("the page is there");
+    let (_, section) = page.split_once("## Tool calls").expect("the section is there");
+    let (_, block) = section.split_once("```json\n").expect("an example");
+    let (example, _) = block.split_once("```").expect("its end");
+    serde_json::from_str(example).expect("JSON")
+}
+
+/// A message whose call has this id.
+fn with_id(message: &Value, id: &Value) -> Value {
+    let mut message = message.clone();
+    message["tool_calls"][0]["id"] = id.clone();
+    message
 }
 
 #[test]
