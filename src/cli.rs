@@ -83,8 +83,8 @@ pub(crate) enum Command {
 
 #[derive(Debug, Args)]
 pub(crate) struct UpArgs {
-    /// Hugging Face checkpoint directory [default: built-in demo model]
-    #[arg(long, value_name = "DIR")]
+    /// Hugging Face checkpoint directory or GGUF file [default: built-in demo model]
+    #[arg(long, value_name = "PATH")]
     pub(crate) model: Option<PathBuf>,
     /// Address of the router for clients
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:8000", value_parser = listen_address)]
@@ -256,10 +256,10 @@ same_variants!(PoolingArg => Pooling: Last, Mean);
 
 #[derive(Debug, Args)]
 pub(crate) struct EngineArgs {
-    /// Hugging Face checkpoint directory [default: built-in demo model]
-    #[arg(long, value_name = "DIR")]
+    /// Hugging Face checkpoint directory or GGUF file [default: built-in demo model]
+    #[arg(long, value_name = "PATH")]
     pub(crate) model: Option<PathBuf>,
-    /// Model name in requests [default: name of the checkpoint directory]
+    /// Model name in requests [default: name of the checkpoint directory or file]
     #[arg(long, value_name = "NAME")]
     pub(crate) served_model_name: Option<String>,
     /// Format of tool calls in chats

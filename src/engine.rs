@@ -58,12 +58,8 @@ fn say(line: &str) {
 }
 
 fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
-    if let Some(folder) = args.model.as_ref().filter(|folder| !folder.is_dir()) {
-        let hint = download(folder).map_or_else(String::new, |hint| format!("; {hint}"));
-        return Err(format!("--model {}: there is no such folder{hint}", folder.display()).into());
-    }
+    let model = args.model.as_deref().map_or_else(|| Ok(builtin::model()), checkpoint)?;
     let element_types = (kv_dtype(&args)?, weights(&args)?);
-    let model = args.model.map_or_else(builtin::model, ModelFiles::Dir);
     let mut options = EngineOptions::new(model);
     options.served_model_name = args.served_model_name;
     options.output =
@@ -120,6 +116,15 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     }
     options.shutdown_timeout = seconds(args.shutdown_timeout, "--shutdown-timeout")?;
     Ok(options)
+}
+
+/// The checkpoint at the path of `--model`: a Hugging Face folder or a GGUF file.
+fn checkpoint(path: &Path) -> Result<ModelFiles, Failure> {
+    if !path.exists() {
+        let hint = download(path).map_or_else(String::new, |hint| format!("; {hint}"));
+        return Err(format!("--model {}: there is no such folder or file{hint}", path.display()).into());
+    }
+    ModelFiles::at(path).map_err(|error| format!("--model {}: {error}", path.display()).into())
 }
 
 /// A hint for a folder that does not exist and has the form of a model name of the Hugging Face hub: `ORG/NAME`.

@@ -34,6 +34,33 @@ fn an_engine_refuses_element_types_that_do_not_go_together() {
 }
 
 #[test]
+fn an_engine_serves_a_gguf_file_and_refuses_others_by_name() {
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("engine/tests/fixtures/qwen2-gguf/model.gguf");
+    let served =
+        ["engine", "--listen", "127.0.0.1:0", "--kv-cache-mib", "64", "--until-stdin-ends", "--model"];
+    let (sound, said, printed) = out(&baton(&[&served[..], &[model.to_str().unwrap()]].concat()));
+    assert!(sound && said.contains("ready") && said.contains("model=model"), "{said}{printed}");
+
+    let folder = tempfile::tempdir().unwrap();
+    let config = r#"{"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "hqq"}}"#;
+    file(folder.path(), "config.json", config);
+    let other = folder.path().join("other.gguf");
+    let mut bytes = std::fs::read(&model).unwrap();
+    let at = bytes.windows(5).position(|bytes| bytes == b"qwen2").unwrap();
+    bytes[at..at + 5].copy_from_slice(b"qwen9");
+    std::fs::write(&other, bytes).unwrap();
+    for (path, words) in [
+        (folder.path().to_str().unwrap(), "quantization_config (hqq)"),
+        (other.to_str().unwrap(), "architecture qwen9"),
+        (file(folder.path(), "text.gguf", "text").as_str(), "is not a GGUF file"),
+        ("/nowhere.gguf", "there is no such folder or file"),
+    ] {
+        let (sound, _, printed) = out(&baton(&["engine", "--model", path]));
+        assert!(!sound && printed.contains(words), "{path}: {printed}");
+    }
+}
+
+#[test]
 fn an_invalid_log_filter_is_reported() {
     let folder = tempfile::tempdir().unwrap();
     let good = file(folder.path(), "good.yaml", GOOD);

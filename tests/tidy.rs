@@ -52,7 +52,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
             "baton-openai",
         ],
     ),
-    ("baton-fuzz", &["baton-connector-channel", "baton-router"]),
+    ("baton-fuzz", &["baton-connector-channel", "baton-engine", "baton-router"]),
     ("baton-router", &["baton-connector", "baton-openai"]),
     ("baton-vllm", &["baton-connector", "baton-connector-channel", "baton-connector-leases", "baton-openai"]),
     (

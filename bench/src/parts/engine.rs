@@ -235,7 +235,7 @@ pub fn measure(options: &EngineBench) -> Result<EngineReport, EngineBenchError> 
     let checkpoint = options.model.as_ref().or(options.write_model.as_ref());
     let (name, config, weights) = match checkpoint {
         Some(dir) => {
-            let files = ModelFiles::Dir(dir.clone());
+            let files = ModelFiles::at(dir)?;
             (dir.display().to_string(), ModelConfig::read(&files)?, Weights::open(&files)?)
         }
         None => {

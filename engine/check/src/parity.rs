@@ -1,6 +1,6 @@
 //! `baton parity DIR`: compares this engine with recorded outputs of `transformers`.
 //!
-//! `DIR` contains checkpoints and golden files: `NAME/` (a Hugging Face folder), `golden/NAME.json`,
+//! `DIR` contains checkpoints and golden files: `NAME/` (a Hugging Face or GGUF folder), `golden/NAME.json`,
 //! `golden/NAME.safetensors` and `manifest.json`. Every model runs every case of [`CASES`]. A case reports lines with
 //! the measured numbers and their bounds.
 //!
@@ -128,7 +128,7 @@ pub enum ParityError {
 pub fn run(dir: &Path, device: DeviceChoice, out: &mut dyn Write) -> Result<ParityReport, ParityError> {
     let mut report = ParityReport::default();
     for name in golden::names(dir)? {
-        let files = ModelFiles::Dir(dir.join(&name));
+        let files = ModelFiles::at(&dir.join(&name))?;
         let config = ModelConfig::read(&files)?;
         let subject = ParityModel { golden: Golden::read(dir, &name)?, name, files, config, device };
         for case in CASES.iter().filter(|case| !case.cpu_only || device == DeviceChoice::Cpu) {

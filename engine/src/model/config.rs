@@ -13,6 +13,7 @@ use baton_connector::KvLayout;
 use baton_connector::layout::KvDtype;
 
 use self::json::JsonFields;
+use super::quantized::{self, QuantScheme};
 use super::{ModelError, ModelFiles};
 use crate::model::generation::GenerationDefaults;
 
@@ -232,10 +233,7 @@ fn family(fields: &JsonFields<'_>) -> Result<ModelFamily, ModelError> {
 /// Refuses features that change the result and are not implemented.
 fn refuse_what_is_not_computed(fields: &JsonFields<'_>, family: ModelFamily) -> Result<(), ModelError> {
     if let Some(quantization) = fields.get("quantization_config") {
-        let method = quantization.get("quant_method").and_then(|name| name.as_str()).unwrap_or("unnamed");
-        return Err(
-            fields.unsupported(&format!("quantization_config ({method})"), "float32, float16, bfloat16")
-        );
+        QuantScheme::parse(quantization).map_err(|what| fields.unsupported(&what, quantized::SUPPORTED))?;
     }
     match fields.text("hidden_act")? {
         None | Some("silu" | "swish") => {}
@@ -352,7 +350,8 @@ mod tests {
     fn unsupported_model_features_are_refused_by_name() {
         for (change, name) in [
             (json!({"architectures": ["MixtralForCausalLM"]}), "MixtralForCausalLM"),
-            (json!({"quantization_config": {"quant_method": "awq"}}), "awq"),
+            (json!({"quantization_config": {"quant_method": "bitsandbytes"}}), "bitsandbytes"),
+            (json!({"quantization_config": {"quant_method": "awq", "bits": 8, "group_size": 128}}), "bits 8"),
             (json!({"hidden_act": "gelu"}), "gelu"),
             (json!({"num_local_experts": 8}), "num_local_experts"),
             (json!({"rope_scaling": {"type": "longrope", "factor": 2.0}}), "longrope"),

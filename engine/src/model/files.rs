@@ -1,18 +1,19 @@
-//! The source of a checkpoint's files: a folder on disk, or the model embedded in the binary.
+//! The source of a checkpoint's files: a folder on disk, a GGUF file, or the model embedded in the binary.
 
-use std::fs::File;
-use std::ops::Deref;
-use std::path::PathBuf;
-
-use memmap2::Mmap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use super::ModelError;
+use super::file_bytes::FileBytes;
+use super::gguf::{self, GgufFiles};
 
 /// The files of one checkpoint.
 #[derive(Clone, Debug)]
 pub enum ModelFiles {
     /// A Hugging Face folder.
     Dir(PathBuf),
+    /// A GGUF file, or its shards. Its metadata appears as the files of a Hugging Face folder.
+    Gguf(Arc<GgufFiles>),
     /// An embedded checkpoint: name and bytes of each file, and its served name.
     BuiltIn {
         /// The served model name.
@@ -22,60 +23,44 @@ pub enum ModelFiles {
     },
 }
 
-/// A file's bytes: memory-mapped or embedded. The operating system reads them on demand.
-#[derive(Debug)]
-pub enum FileBytes {
-    /// Mapped from disk.
-    Mapped(Mmap),
-    /// Part of the binary.
-    Static(&'static [u8]),
-}
-
-impl Deref for FileBytes {
-    type Target = [u8];
-    fn deref(&self) -> &[u8] {
-        match self {
-            Self::Mapped(map) => map,
-            Self::Static(bytes) => bytes,
+impl ModelFiles {
+    /// The checkpoint at a path: a GGUF file, a Hugging Face folder, or a folder without `config.json` that contains
+    /// one GGUF file or the shards of one.
+    ///
+    /// # Errors
+    /// [`ModelError`] for a GGUF file that is unreadable, malformed or not supported, and for a folder with several.
+    pub fn at(path: &Path) -> Result<Self, ModelError> {
+        let found = match path.is_dir() {
+            true if path.join("config.json").exists() => None,
+            true => gguf::in_folder(path)?,
+            false => Some(path.to_owned()),
+        };
+        match found {
+            Some(file) => Ok(Self::Gguf(Arc::new(GgufFiles::open(&file)?))),
+            None => Ok(Self::Dir(path.to_owned())),
         }
     }
-}
 
-impl ModelFiles {
     /// Opens a file of the checkpoint. `Ok(None)` if there is no file of that name.
     ///
     /// # Errors
-    /// [`ModelError::File`] if it exists but cannot be read.
-    #[allow(unsafe_code, reason = "a memory map; see below")]
+    /// [`ModelError::File`] if it exists but cannot be read. Errors of GGUF metadata, when it becomes a file.
     pub fn open(&self, name: &str) -> Result<Option<FileBytes>, ModelError> {
         match self {
             Self::BuiltIn { files, .. } => {
                 Ok(files.iter().find(|(file, _)| *file == name).map(|(_, bytes)| FileBytes::Static(bytes)))
             }
-            Self::Dir(dir) => {
-                let path = dir.join(name);
-                let failed = |source| ModelError::File { path: path.clone(), source };
-                match File::open(&path) {
-                    Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-                    Err(error) => Err(failed(error)),
-                    Ok(file) if file.metadata().map_err(failed)?.len() == 0 => {
-                        Ok(Some(FileBytes::Static(&[])))
-                    }
-                    Ok(file) => {
-                        // SAFETY: the map is read-only. Truncating a checkpoint under a running engine is an
-                        // operator error, as with every engine that maps its weights.
-                        unsafe { Mmap::map(&file) }.map(|map| Some(FileBytes::Mapped(map))).map_err(failed)
-                    }
-                }
-            }
+            Self::Gguf(files) => files.read(name),
+            Self::Dir(dir) => FileBytes::map(&dir.join(name)),
         }
     }
 
-    /// The model's default served name: the folder's name.
+    /// The model's default served name: the folder's name, or the GGUF file's without extension and shard number.
     #[must_use]
     pub fn default_name(&self) -> String {
         match self {
             Self::BuiltIn { name, .. } => (*name).to_owned(),
+            Self::Gguf(files) => files.model_name(),
             Self::Dir(dir) => {
                 let absolute = dir.canonicalize().unwrap_or_else(|_| dir.clone());
                 absolute

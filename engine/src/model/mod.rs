@@ -1,17 +1,22 @@
-//! A Hugging Face checkpoint: its files, configuration, weights, tokenizer, chat template and formats of responses.
+//! A checkpoint, in a Hugging Face folder or a GGUF file: its files, configuration, weights, tokenizer, chat template and
+//! formats of responses.
 
 pub mod chat_template;
 pub mod config;
 pub mod detokenizer;
+mod file_bytes;
 pub mod files;
 pub mod generation;
+pub mod gguf;
 pub mod identity;
 pub mod output;
+mod quantized;
 pub mod tokenizer;
 pub mod truncation;
 pub mod weights;
 
-pub use files::{FileBytes, ModelFiles};
+pub use file_bytes::FileBytes;
+pub use files::ModelFiles;
 
 use std::path::PathBuf;
 

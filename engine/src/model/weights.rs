@@ -1,8 +1,8 @@
-//! The tensors of a checkpoint: `model.safetensors`, or the shards that `model.safetensors.index.json` names.
+//! The tensors of a checkpoint: `model.safetensors`, the shards that its index names, or GGUF files.
 //!
 //! Files are memory-mapped and read once, when an executor copies them into its own layout. Other `*.safetensors` files
 //! in the folder are ignored: the index, if there is one, lists the model's files. The alignment of tensor data is that
-//! of the file (often 8 bytes), so values are read as bytes.
+//! of the file (often 8 bytes), so values are read as bytes. Quantized values are converted when they are read.
 //!
 //! [`Weights::random`] has the same interface without files, for benchmarks of a shape.
 
@@ -13,7 +13,10 @@ use std::fmt;
 use half::{bf16, f16};
 use safetensors::{Dtype, SafeTensors};
 
-use super::config::ModelConfig;
+use super::config::{CONFIG_FILE, ModelConfig};
+use super::gguf::{self, GgufFiles};
+use super::quantized::ggml::GgmlType;
+use super::quantized::{QuantScheme, QuantizedMatrix};
 use super::{FileBytes, ModelError, ModelFiles};
 
 /// The file of an unsharded checkpoint.
@@ -23,7 +26,7 @@ const INDEX_FILE: &str = "model.safetensors.index.json";
 /// Most shards of a checkpoint; the largest released ones have a few hundred.
 const MAX_SHARDS: usize = 4096;
 
-/// Element type of a stored tensor.
+/// Element type of a tensor. Quantized ones are read as [`WeightDtype::F32`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WeightDtype {
     /// 32-bit float.
@@ -45,40 +48,58 @@ impl WeightDtype {
     }
 }
 
-/// One tensor: row-major little-endian values, not necessarily aligned.
+/// One tensor: row-major values, not necessarily aligned.
 #[derive(Clone)]
-pub struct Tensor<'a> {
-    dtype: WeightDtype,
-    bytes: Cow<'a, [u8]>,
+pub struct Tensor<'a>(TensorValues<'a>);
+
+#[derive(Clone)]
+enum TensorValues<'a> {
+    /// Little-endian floats.
+    Plain(WeightDtype, Cow<'a, [u8]>),
+    /// Blocks of a GGUF type.
+    Blocks(GgmlType, Cow<'a, [u8]>),
+    /// A matrix whose scales are tensors of their own.
+    Matrix(QuantizedMatrix<'a>),
 }
 
 impl fmt::Debug for Tensor<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Tensor").field("dtype", &self.dtype).field("bytes", &self.bytes.len()).finish()
+        f.debug_struct("Tensor").field("dtype", &self.dtype()).field("bytes", &self.bytes()).finish()
     }
 }
 
 impl Tensor<'_> {
-    /// Element type in the file.
+    /// Element type in the file, or that of the converted values.
     #[must_use]
     pub fn dtype(&self) -> WeightDtype {
-        self.dtype
+        match &self.0 {
+            TensorValues::Plain(dtype, _) => *dtype,
+            TensorValues::Blocks(..) | TensorValues::Matrix(_) => WeightDtype::F32,
+        }
     }
 
     /// Size in the file, in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        self.bytes.len()
+        match &self.0 {
+            TensorValues::Plain(_, bytes) | TensorValues::Blocks(_, bytes) => bytes.len(),
+            TensorValues::Matrix(matrix) => matrix.bytes(),
+        }
     }
 
-    /// Elements `start .. start + out.len()` as f32, without loss.
+    /// Elements `start .. start + out.len()` as f32: without loss, or as the quantized format defines them.
     ///
     /// # Panics
     /// When the range is outside the tensor.
     pub fn read_f32(&self, start: usize, out: &mut [f32]) {
-        let size = self.dtype.bytes();
-        let bytes = &self.bytes[start * size..(start + out.len()) * size];
-        match self.dtype {
+        let (dtype, bytes) = match &self.0 {
+            TensorValues::Plain(dtype, bytes) => (*dtype, bytes),
+            TensorValues::Blocks(kind, bytes) => return kind.read_f32(bytes, start, out),
+            TensorValues::Matrix(matrix) => return matrix.read_f32(start, out),
+        };
+        let size = dtype.bytes();
+        let bytes = &bytes[start * size..(start + out.len()) * size];
+        match dtype {
             WeightDtype::F32 => {
                 for (out, raw) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
                     *out = f32::from_le_bytes(*raw);
@@ -103,8 +124,10 @@ impl Tensor<'_> {
     /// When the tensor is not bf16, or the range is outside it.
     #[must_use]
     pub fn bf16_bytes(&self, start: usize, len: usize) -> &[u8] {
-        assert_eq!(self.dtype, WeightDtype::Bf16, "a bf16 tensor");
-        &self.bytes[start * 2..(start + len) * 2]
+        match &self.0 {
+            TensorValues::Plain(WeightDtype::Bf16, bytes) => &bytes[start * 2..(start + len) * 2],
+            _ => panic!("a bf16 tensor"),
+        }
     }
 
     /// The same elements as numbers.
@@ -125,7 +148,7 @@ pub struct Weights(WeightSource);
 
 #[derive(Debug)]
 enum WeightSource {
-    Files { shards: Vec<Shard>, tensors: HashMap<String, TensorEntry> },
+    Files { shards: Vec<Shard>, tensors: HashMap<String, TensorEntry>, scheme: QuantScheme },
     Random { seed: u64 },
 }
 
@@ -138,11 +161,20 @@ struct Shard {
 #[derive(Debug)]
 struct TensorEntry {
     shard: usize,
-    dtype: Dtype,
+    stored: Stored,
     shape: Vec<usize>,
     /// Byte range in the file.
     start: usize,
     end: usize,
+}
+
+/// How a tensor's values are stored.
+#[derive(Clone, Copy, Debug)]
+enum Stored {
+    /// In a safetensors file.
+    Safetensors(Dtype),
+    /// In a GGUF file, with the rows of so many heads reordered.
+    Gguf(GgmlType, Option<usize>),
 }
 
 impl Weights {
@@ -151,6 +183,13 @@ impl Weights {
     /// # Errors
     /// [`ModelError`]: no weights, a shard that the index names but the folder lacks, or a damaged header.
     pub fn open(files: &ModelFiles) -> Result<Self, ModelError> {
+        if let ModelFiles::Gguf(gguf) = files {
+            return Self::from_gguf(files, gguf);
+        }
+        let scheme = match files.open(CONFIG_FILE)? {
+            Some(config) => QuantScheme::of_config(&config, CONFIG_FILE)?,
+            None => QuantScheme::None,
+        };
         let (mut shards, mut tensors) = (Vec::new(), HashMap::new());
         for name in weight_files(files)? {
             let bytes = files.open(&name)?.ok_or_else(|| ModelError::Missing(name.clone()))?;
@@ -161,7 +200,7 @@ impl Weights {
             for (tensor, info) in metadata.tensors() {
                 let entry = TensorEntry {
                     shard: shards.len(),
-                    dtype: info.dtype,
+                    stored: Stored::Safetensors(info.dtype),
                     shape: info.shape.clone(),
                     start: data + info.data_offsets.0,
                     end: data + info.data_offsets.1,
@@ -172,7 +211,30 @@ impl Weights {
             }
             shards.push(Shard { name, bytes });
         }
-        Ok(Self(WeightSource::Files { shards, tensors }))
+        Ok(Self(WeightSource::Files { shards, tensors, scheme }))
+    }
+
+    fn from_gguf(files: &ModelFiles, gguf: &GgufFiles) -> Result<Self, ModelError> {
+        let mut shards = Vec::new();
+        for name in gguf.names() {
+            let bytes = files.open(&name)?.ok_or_else(|| ModelError::Missing(name.clone()))?;
+            shards.push(Shard { name, bytes });
+        }
+        let mut tensors = HashMap::new();
+        for found in gguf.entries()? {
+            let entry = TensorEntry {
+                shard: found.shard,
+                stored: Stored::Gguf(found.kind, found.interleaved_heads),
+                shape: found.shape,
+                start: found.start,
+                end: found.end,
+            };
+            if tensors.insert(found.name.clone(), entry).is_some() {
+                let what = format!("{} is there twice", found.name);
+                return Err(ModelError::Malformed { file: shards[found.shard].name.clone(), what });
+            }
+        }
+        Ok(Self(WeightSource::Files { shards, tensors, scheme: QuantScheme::None }))
     }
 
     /// bf16 weights of any shape, generated from `seed`. Every linear map keeps the scale of its input, and norms are
@@ -185,42 +247,79 @@ impl Weights {
     /// One tensor of the expected shape.
     ///
     /// # Errors
-    /// [`ModelError::Malformed`] if it is absent or of another shape. [`ModelError::Unsupported`] for an element type
-    /// that is not a 16 or 32-bit float.
+    /// [`ModelError::Malformed`] if it is absent or of another shape, or if the scales of a quantized one are.
+    /// [`ModelError::Unsupported`] for an element type that is neither a float nor a supported quantized type.
     pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor<'_>, ModelError> {
-        match &self.0 {
-            WeightSource::Random { seed } => Ok(random_tensor(*seed, name, shape)),
-            WeightSource::Files { shards, tensors } => {
-                let entry = tensors.get(name).ok_or_else(|| ModelError::Malformed {
-                    file: if shards.len() == 1 { SINGLE_FILE.into() } else { INDEX_FILE.into() },
-                    what: format!("tensor {name} is missing"),
-                })?;
-                let shard = &shards[entry.shard];
-                if entry.shape != shape {
-                    return Err(ModelError::Malformed {
-                        file: shard.name.clone(),
-                        what: format!(
-                            "tensor {name} has shape {:?}, the configuration says {shape:?}",
-                            entry.shape
-                        ),
-                    });
-                }
-                let dtype = match entry.dtype {
-                    Dtype::F32 => WeightDtype::F32,
-                    Dtype::F16 => WeightDtype::F16,
-                    Dtype::BF16 => WeightDtype::Bf16,
-                    other => {
-                        return Err(ModelError::Unsupported {
-                            file: shard.name.clone(),
-                            what: format!("tensor {name} of type {other:?}"),
-                            supported: "supported: F32, F16, BF16".into(),
-                        });
-                    }
-                };
-                Ok(Tensor { dtype, bytes: Cow::Borrowed(&shard.bytes[entry.start..entry.end]) })
-            }
+        let (shards, tensors, scheme) = match &self.0 {
+            WeightSource::Random { seed } => return Ok(random_tensor(*seed, name, shape)),
+            WeightSource::Files { shards, tensors, scheme } => (shards, tensors, scheme),
+        };
+        let part = |name: &str| {
+            let entry = tensors.get(name)?;
+            let Stored::Safetensors(dtype) = entry.stored else { return None };
+            Some((dtype, entry.shape.as_slice(), &shards[entry.shard].bytes[entry.start..entry.end]))
+        };
+        let file = || match &shards[..] {
+            [only] => only.name.clone(),
+            _ => INDEX_FILE.to_owned(),
+        };
+        if let Some(matrix) = scheme.matrix(name, shape, &part) {
+            let matrix = matrix.map_err(|what| ModelError::Malformed { file: file(), what })?;
+            return Ok(Tensor(TensorValues::Matrix(matrix)));
         }
+        let entry = tensors.get(name).ok_or_else(|| ModelError::Malformed {
+            file: file(),
+            what: format!("tensor {name} is missing"),
+        })?;
+        let shard = &shards[entry.shard];
+        if entry.shape != shape {
+            return Err(ModelError::Malformed {
+                file: shard.name.clone(),
+                what: format!("tensor {name} has shape {:?}, the configuration says {shape:?}", entry.shape),
+            });
+        }
+        let bytes = &shard.bytes[entry.start..entry.end];
+        let values = match entry.stored {
+            Stored::Safetensors(dtype) => {
+                let dtype = plain(dtype).ok_or_else(|| ModelError::Unsupported {
+                    file: shard.name.clone(),
+                    what: format!("tensor {name} of type {dtype:?}"),
+                    supported: "supported: F32, F16, BF16".into(),
+                })?;
+                TensorValues::Plain(dtype, Cow::Borrowed(bytes))
+            }
+            Stored::Gguf(kind, interleaved_heads) => {
+                let bytes = match interleaved_heads {
+                    Some(heads) => Cow::Owned(rows_of_heads(bytes, shape[0], heads)),
+                    None => Cow::Borrowed(bytes),
+                };
+                match kind {
+                    GgmlType::F32 => TensorValues::Plain(WeightDtype::F32, bytes),
+                    GgmlType::F16 => TensorValues::Plain(WeightDtype::F16, bytes),
+                    GgmlType::Bf16 => TensorValues::Plain(WeightDtype::Bf16, bytes),
+                    quantized => TensorValues::Blocks(quantized, bytes),
+                }
+            }
+        };
+        Ok(Tensor(values))
     }
+}
+
+/// The element type of a tensor without scales. `None` for others.
+fn plain(dtype: Dtype) -> Option<WeightDtype> {
+    match dtype {
+        Dtype::F32 => Some(WeightDtype::F32),
+        Dtype::F16 => Some(WeightDtype::F16),
+        Dtype::BF16 => Some(WeightDtype::Bf16),
+        _ => None,
+    }
+}
+
+/// The rows of a GGUF tensor in the checkpoint's order. A row is whole blocks, so its bytes are moved unchanged.
+fn rows_of_heads(bytes: &[u8], rows: usize, heads: usize) -> Vec<u8> {
+    let size = bytes.len() / rows;
+    let order = gguf::head_rows(rows, heads).expect("the shape is that of the file, which has been checked");
+    order.flat_map(|row| &bytes[row * size..(row + 1) * size]).copied().collect()
 }
 
 /// Number of weights of a configuration, for progress and benchmarks.
@@ -234,6 +333,9 @@ pub fn parameter_count(config: &ModelConfig) -> usize {
 
 /// The checkpoint's weight files, in order.
 pub(super) fn weight_files(files: &ModelFiles) -> Result<Vec<String>, ModelError> {
+    if let ModelFiles::Gguf(gguf) = files {
+        return Ok(gguf.names());
+    }
     match files.open(INDEX_FILE)? {
         Some(index) => shard_names(&index),
         None => Ok(vec![SINGLE_FILE.to_owned()]),
@@ -306,7 +408,7 @@ fn random_tensor(seed: u64, name: &str, shape: &[usize]) -> Tensor<'static> {
             }
         });
     }
-    Tensor { dtype: WeightDtype::Bf16, bytes: Cow::Owned(bytes) }
+    Tensor(TensorValues::Plain(WeightDtype::Bf16, Cow::Owned(bytes)))
 }
 
 #[cfg(test)]

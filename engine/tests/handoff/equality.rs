@@ -5,7 +5,11 @@ use baton_engine::compute::cpu::WeightMode;
 use baton_engine::run::options::{EngineOptions, Role};
 use serde_json::{Value, json};
 
-use super::harness::cluster::{BLOCK, Cluster, LLAMA, QWEN2, QWEN3, greedy, prompt, with};
+use super::harness::cluster::{
+    BLOCK, Cluster, LLAMA, LLAMA_GGUF, Node, QWEN2, QWEN2_GGUF, QWEN3, fresh_id, greedy, options, prompt,
+    same_choices, with,
+};
+use super::harness::unpacked::unpack;
 use super::observe::digests::same_bytes;
 
 /// Below, at and above a block; several blocks; several prefill chunks (a step has 24 tokens).
@@ -44,6 +48,32 @@ fn qwen3_in_f32_handed_off_at_every_length_matches_a_single_engine() {
 #[test]
 fn qwen2_in_bf16_handed_off_at_every_length_matches_a_single_engine() {
     every_length_agrees(QWEN2);
+}
+
+#[test]
+fn a_gguf_model_handed_off_at_every_length_matches_a_single_engine() {
+    every_length_agrees(QWEN2_GGUF);
+}
+
+#[test]
+fn a_gguf_model_and_its_values_in_f32_safetensors_compute_the_same_bits() {
+    for gguf in [LLAMA_GGUF, QWEN2_GGUF] {
+        let folder = tempfile::tempdir().expect("a folder");
+        unpack(gguf, folder.path());
+        let packed = Node::start(options(gguf, Role::Both));
+        let unpacked = Node::start(options(folder.path().to_str().expect("UTF-8"), Role::Both));
+        for (seed, len) in [(1, 5), (2, 3 * BLOCK + 1), (3, 90)] {
+            let prompt = prompt(seed, len);
+            let body = greedy(&prompt, 16);
+            let [one, other] = [&packed, &unpacked].map(|node| node.generate(&fresh_id(), &body).ok());
+            same_choices(&one, &other);
+            same_bytes(&packed, &unpacked, &prompt);
+        }
+        let body = json!({"prompt": "The 12 blocks, I'LL don't: é 🙂", "max_tokens": 4, "temperature": 0});
+        let [one, other] = [&packed, &unpacked].map(|node| node.post("/v1/completions", &body).ok());
+        same_choices(&one, &other);
+        assert_eq!(one["usage"]["prompt_tokens"], other["usage"]["prompt_tokens"]);
+    }
 }
 
 /// `BATON_PARITY_DIR` is a folder of the parity oracle (see `tests/fixtures/README.md`).

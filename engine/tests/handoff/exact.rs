@@ -6,7 +6,7 @@
 //! each path: the same requests ─▶ the same answers; each block that is held, by name, has the plain run's digest
 //! ```
 //!
-//! Three families in f32 (the Qwen 2 with its bf16 weights widened).
+//! Three families in f32 (the Qwen 2 with its bf16 weights widened), and a GGUF model.
 //! `cargo test -p baton-engine --test handoff exact -- --nocapture` prints the table with the number of compared
 //! blocks.
 //!
@@ -21,7 +21,7 @@ use baton_engine::blocks::hash::BlockHash;
 use baton_engine::offload::record::{HEADER_BYTES, TierIdentity, header};
 use baton_engine::run::options::Role;
 
-use super::harness::cluster::{LLAMA, Node, QWEN3, greedy};
+use super::harness::cluster::{LLAMA, LLAMA_GGUF, Node, QWEN3, greedy};
 use super::harness::widened::qwen2_in_f32;
 use super::observe::digests::{digests, hashes};
 use super::paths::{self, Plain};
@@ -69,6 +69,11 @@ fn qwen2_is_the_same_on_every_path() {
 #[test]
 fn qwen3_is_the_same_on_every_path() {
     every_path("qwen3", QWEN3);
+}
+
+#[test]
+fn a_gguf_model_is_the_same_on_every_path() {
+    every_path("llama in GGUF", LLAMA_GGUF);
 }
 
 #[test]

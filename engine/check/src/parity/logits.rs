@@ -55,7 +55,12 @@ impl From<&ReferenceNoise> for Bf16Bounds {
 
 /// The end-of-sequence tokens, for which `generation_config.json` has priority.
 pub(super) fn configuration(subject: &ParityModel) -> Result<Vec<CheckLine>, ParityError> {
-    let (ours, golden) = (&subject.config.eos, &subject.golden.eos_token_ids);
+    // The order has no meaning, and a GGUF file has none.
+    let [ours, golden] = [&subject.config.eos, &subject.golden.eos_token_ids].map(|tokens| {
+        let mut tokens = tokens.clone();
+        tokens.sort_unstable();
+        tokens
+    });
     Ok(vec![CheckLine::new("end-of-sequence tokens", ours == golden, format!("{ours:?}"))])
 }
 

@@ -66,9 +66,9 @@ impl CpuNetwork {
         let (hidden, vocab) = (config.hidden, config.vocab);
         const EMBEDDING: &str = "model.embed_tokens.weight";
         let embedding = loader.weights.tensor(EMBEDDING, &[vocab, hidden])?;
-        // An estimate from the first tensor's element type. Checkpoints that mix types are rare, and progress is only
-        // displayed.
-        loader.total = (parameter_count(config) * embedding.dtype().bytes()) as u64;
+        // An estimate from the first tensor's bytes for each value. Progress is only displayed.
+        let size = embedding.bytes() as f64 / (vocab * hidden) as f64;
+        loader.total = (parameter_count(config) as f64 * size) as u64;
         let (embedding, head) = if config.tied {
             drop(embedding);
             (None, loader.matrix(&[(EMBEDDING, vocab)], hidden)?)

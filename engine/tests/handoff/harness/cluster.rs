@@ -24,6 +24,10 @@ pub(crate) const LLAMA: &str = "llama3-f32";
 pub(crate) const QWEN3: &str = "qwen3-f32";
 /// A Qwen 2 with biases and yarn, sharded, in bf16.
 pub(crate) const QWEN2: &str = "qwen2-yarn-bf16";
+/// A Llama in a GGUF file, whose types are those of Q4_K_M.
+pub(crate) const LLAMA_GGUF: &str = "llama3-gguf";
+/// A Qwen 2 in a GGUF file, with types of blocks of 32 values, F16 and BF16.
+pub(crate) const QWEN2_GGUF: &str = "qwen2-gguf";
 
 /// All blocks must be free within this time after the last request.
 const FREED_WITHIN: Duration = Duration::from_secs(20);
@@ -42,7 +46,7 @@ pub(crate) struct Node {
 /// prompts have several of each.
 pub(crate) fn options(model: &str, role: Role) -> EngineOptions {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(model);
-    let mut options = EngineOptions::new(ModelFiles::Dir(folder));
+    let mut options = EngineOptions::new(ModelFiles::at(&folder).expect("a checkpoint"));
     options.role = role;
     options.block_tokens = BLOCK;
     options.kv_blocks = Some(512);

@@ -2,5 +2,6 @@
 
 pub(crate) mod cluster;
 pub(crate) mod http;
+pub(crate) mod unpacked;
 pub(crate) mod wide;
 pub(crate) mod widened;
