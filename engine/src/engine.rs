@@ -74,10 +74,11 @@ impl Engine {
         let template = ChatTemplate::load(&options.model, &tokenizer)?;
         let model = options.served_model_name.clone().unwrap_or_else(|| options.model.default_name());
         let max_model_len = max_model_len(&options, &config)?;
+        let config = config.for_positions(max_model_len);
         let eos = ends_of_text(&config, &tokenizer);
         let executors = executors(&options, &config, progress)?;
 
-        let weights = identity(&options.model)? + options.weights.identity();
+        let weights = identity(&options.model)? + options.weights.identity() + config.identity();
         let fingerprint = executors[0].layout().fingerprint(&weights);
         let broken = CancellationToken::new();
         let nixl = NixlState::find(options.kv_transport, options.nixl_library.as_deref());

@@ -2,7 +2,7 @@
 //!
 //! `DIR` contains checkpoints and golden files: `NAME/` (a Hugging Face or GGUF folder), `golden/NAME.json`,
 //! `golden/NAME.safetensors` and `manifest.json`. Every model runs every case of [`CASES`]. A case reports lines with
-//! the measured numbers and their bounds.
+//! the measured numbers and their bounds. A model that the device does not compute is skipped and named.
 //!
 //! Tolerances: float32 results of different attention implementations differ by at most 8e-5, so 5e-4 finds every real
 //! mistake. For bf16, engines are only comparable step by step under the golden tokens. The bounds are multiples of the
@@ -87,13 +87,15 @@ pub const CASES: &[ParityCase] = &[
     ParityCase { cpu_only: false, run: text::sampling },
 ];
 
-/// Numbers of passed and failed checks.
+/// Numbers of passed and failed checks, and of models without checks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ParityReport {
     /// Passed checks.
     pub passed: usize,
     /// Failed checks.
     pub failed: usize,
+    /// Models that the device does not compute.
+    pub skipped: usize,
 }
 
 /// Why parity could not be measured.
@@ -127,12 +129,24 @@ pub enum ParityError {
 /// [`ParityError`] if nothing could be measured. A failed check is in the report instead.
 pub fn run(dir: &Path, device: DeviceChoice, out: &mut dyn Write) -> Result<ParityReport, ParityError> {
     let mut report = ParityReport::default();
+    // Written last, because no device may be there at all.
+    let mut skipped = Vec::new();
     for name in golden::names(dir)? {
         let files = ModelFiles::at(&dir.join(&name))?;
         let config = ModelConfig::read(&files)?;
-        let subject = ParityModel { golden: Golden::read(dir, &name)?, name, files, config, device };
-        for case in CASES.iter().filter(|case| !case.cpu_only || device == DeviceChoice::Cpu) {
-            for line in (case.run)(&subject)? {
+        let golden = Golden::read(dir, &name)?;
+        let config = config.for_positions(golden.longest());
+        let subject = ParityModel { golden, name, files, config, device };
+        let cases = CASES.iter().filter(|case| !case.cpu_only || device == DeviceChoice::Cpu);
+        for (index, case) in cases.enumerate() {
+            let lines = match (case.run)(&subject) {
+                Err(ParityError::Device(LoadError::Unsupported(what))) if index == 0 => {
+                    skipped.push(format!("SKIP  {:<16} {what}", subject.name));
+                    break;
+                }
+                lines => lines?,
+            };
+            for line in lines {
                 let verdict = if line.passed { "PASS" } else { "FAIL" };
                 writeln!(out, "{verdict}  {:<16} {:<44} {}", subject.name, line.what, line.numbers)?;
                 if line.passed {
@@ -143,6 +157,9 @@ pub fn run(dir: &Path, device: DeviceChoice, out: &mut dyn Write) -> Result<Pari
             }
         }
     }
-    writeln!(out, "{} passed, {} failed", report.passed, report.failed)?;
+    report.skipped = skipped.len();
+    skipped.iter().try_for_each(|line| writeln!(out, "{line}"))?;
+    let ParityReport { passed, failed, skipped } = report;
+    writeln!(out, "{passed} passed, {failed} failed, {skipped} models skipped")?;
     Ok(report)
 }

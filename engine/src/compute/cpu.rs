@@ -6,6 +6,7 @@
 //!   kernel  rows × panel of 32 columns    attention    paged attention on the same kernel
 //!   vector  norms, activation, softmax    network      layers and their loading
 //!   bf16    products in bf16              forward      one step: phases over rows, items and units
+//!   routing the rows of each expert
 //! ```
 //!
 //! Exactness comes from one rule: the order in which an output is computed depends on nothing but its own sequence. The
@@ -21,6 +22,7 @@ mod isa;
 mod kernel;
 mod matrix;
 mod network;
+mod routing;
 mod rows;
 mod thread_pool;
 mod vector;

@@ -38,6 +38,7 @@ mod open;
 mod plan;
 pub mod pool_size;
 pub mod shared_kv_pool;
+mod supported;
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -490,7 +491,7 @@ fn blocks(
 /// Upper bounds of a step. The number of blocks is set when the pool is sized.
 fn bounds(config: &ModelConfig, options: &DeviceOptions) -> Result<StepBounds, LoadError> {
     let unsupported = |what: String| Err(LoadError::Unsupported(what));
-    kernels::supported(options.element, config.head_dim).map_err(LoadError::Unsupported)?;
+    supported::computed(config, options.element).map_err(LoadError::Unsupported)?;
     if options.block_tokens == 0 {
         return unsupported("block size must be at least 1 token".into());
     }

@@ -4,23 +4,29 @@
 //! transformers 5 (`rope_parameters`, `dtype`). A feature that would change the computation and is not implemented is
 //! refused **by name**, before any weight is read. An engine that ignores unknown fields would generate wrong text.
 
+mod attention;
 mod json;
+mod mlp;
 mod rope;
 
+pub use attention::AttentionConfig;
+pub use mlp::{ExpertConfig, MlpConfig};
 pub use rope::{Rope, RopeScaling};
 
 use baton_connector::KvLayout;
 use baton_connector::layout::KvDtype;
 
+use self::attention::soft_cap;
 use self::json::JsonFields;
 use super::quantized::{self, QuantScheme};
 use super::{ModelError, ModelFiles};
 use crate::model::generation::GenerationDefaults;
+use crate::model::spec::{ModelSpec, RopeStretch};
 
 /// The file that describes the architecture.
 pub(crate) const CONFIG_FILE: &str = "config.json";
 /// The supported models, for refusals.
-const SUPPORTED: &str = "dense Llama, Qwen2 and Qwen3 decoders";
+const SUPPORTED: &str = "Llama, Qwen2, Qwen3, Qwen3-MoE, Mistral, Mixtral, Phi-3, Gemma 2, text of Gemma 3";
 
 /// Upper bounds of each size: far above any released checkpoint, and low enough that products of two of them fit
 /// `usize` on every platform. A hostile file therefore cannot request terabytes.
@@ -31,22 +37,22 @@ const MAX_HEAD_DIM: usize = 512;
 const MAX_VOCAB: usize = 1 << 22;
 const MAX_POSITIONS: usize = 1 << 26;
 
-/// Architecture family.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ModelFamily {
-    /// `LlamaForCausalLM`.
-    Llama,
-    /// `Qwen2ForCausalLM`: biases on q, k and v.
-    Qwen2,
-    /// `Qwen3ForCausalLM`: RMS norm on every head of q and k, explicit `head_dim`.
-    Qwen3,
+/// Which projections have biases.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Biases {
+    /// q, k and v.
+    pub qkv: bool,
+    /// The attention output projection.
+    pub output: bool,
+    /// The feed-forward projections.
+    pub mlp: bool,
 }
 
 /// All properties of a checkpoint that the engine needs, besides its weights and its tokenizer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     /// Architecture family.
-    pub family: ModelFamily,
+    pub spec: &'static ModelSpec,
     /// Width of the residual stream.
     pub hidden: usize,
     /// Transformer layers.
@@ -57,7 +63,7 @@ pub struct ModelConfig {
     pub kv_heads: usize,
     /// Elements of one head; even.
     pub head_dim: usize,
-    /// Width of the feed-forward layer.
+    /// Width of the feed-forward layers without experts.
     pub intermediate: usize,
     /// Rows of the embedding and of a row of logits; may exceed the tokenizer's ids (padding).
     pub vocab: usize,
@@ -67,14 +73,14 @@ pub struct ModelConfig {
     pub norm_eps: f32,
     /// Whether the output matrix is the embedding.
     pub tied: bool,
-    /// Whether q, k and v have biases.
-    pub qkv_bias: bool,
-    /// Whether the attention output projection has a bias.
-    pub output_bias: bool,
-    /// Whether the feed-forward projections have biases.
-    pub mlp_bias: bool,
-    /// Rotary position embedding.
-    pub rope: Rope,
+    /// Biases of projections.
+    pub biases: Biases,
+    /// Attention.
+    pub attention: AttentionConfig,
+    /// Feed-forward layers.
+    pub mlp: MlpConfig,
+    /// Soft cap of logits.
+    pub logit_cap: Option<f32>,
     /// Tokens that end a completion; `generation_config.json` overrides `config.json`. The tokenizer may name another
     /// one: see [`Self::ends_of_text`].
     pub eos: Vec<u32>,
@@ -101,81 +107,55 @@ impl ModelConfig {
     /// # Errors
     /// As [`Self::read`].
     pub fn parse(config: &[u8], generation: GenerationDefaults) -> Result<Self, ModelError> {
-        let fields = JsonFields::parse(CONFIG_FILE, config)?;
-        let family = family(&fields)?;
-        refuse_what_is_not_computed(&fields, family)?;
-
+        let whole = JsonFields::parse(CONFIG_FILE, config)?;
+        let spec = family(&whole)?;
+        refuse_quantization(&whole)?;
+        let fields = text_part(&whole, spec)?;
+        refuse_quantization(&fields)?;
         let size = |name, max| fields.size(name, max);
         let required = |name, max| size(name, max)?.ok_or_else(|| fields.absent(name));
-        let hidden = required("hidden_size", MAX_WIDTH)?;
         let layers = required("num_hidden_layers", MAX_LAYERS)?;
-        let heads = required("num_attention_heads", MAX_HEADS)?;
-        let kv_heads = size("num_key_value_heads", MAX_HEADS)?.unwrap_or(heads);
-        let head_dim = match (size("head_dim", MAX_HEAD_DIM)?, family) {
-            (Some(dim), _) => dim,
-            // The default of transformers' Qwen3Config, which does not depend on the width.
-            (None, ModelFamily::Qwen3) => 128,
-            (None, ModelFamily::Llama | ModelFamily::Qwen2) if hidden.is_multiple_of(heads) => hidden / heads,
-            (None, _) => {
-                return Err(fields.malformed(format!(
-                    "hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
-                )));
-            }
-        };
-        if !heads.is_multiple_of(kv_heads) {
-            return Err(fields.malformed(format!(
-                "num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-            )));
-        }
-        if !head_dim.is_multiple_of(2) || head_dim > MAX_HEAD_DIM {
-            return Err(
-                fields.malformed(format!("head_dim {head_dim} must be even and at most {MAX_HEAD_DIM}"))
-            );
-        }
-        let max_positions = size("max_position_embeddings", MAX_POSITIONS)?.unwrap_or(match family {
-            ModelFamily::Llama => 2048,
-            ModelFamily::Qwen2 | ModelFamily::Qwen3 => 32768,
-        });
-        let norm_eps = fields.number("rms_norm_eps")?.unwrap_or(1e-6);
+        let heads = HeadSizes::parse(&fields, spec)?;
+        let declared = size("max_position_embeddings", MAX_POSITIONS)?.unwrap_or(spec.defaults.positions);
+        let norm_eps = fields.number("rms_norm_eps")?.unwrap_or(spec.defaults.norm_eps);
         if !(norm_eps > 0.0 && norm_eps < 1.0) {
             return Err(fields.malformed(format!("rms_norm_eps {norm_eps} is not between 0 and 1")));
         }
-        let rope = Rope::parse(&fields, max_positions)?;
-        let max_positions = rope.positions(max_positions);
+        let attention = AttentionConfig::parse(&fields, spec, (layers, heads.dim, declared))?;
+        let max_positions = match spec.rope.stretch {
+            RopeStretch::Positions => attention.rope.positions(declared),
+            RopeStretch::Declared | RopeStretch::Long => declared,
+        };
         if !(1..=MAX_POSITIONS).contains(&max_positions) {
             return Err(fields.malformed(format!(
                 "rope scaling gives {max_positions} positions, not between 1 and {MAX_POSITIONS}"
             )));
         }
-        let attention_bias = fields.flag("attention_bias")?.unwrap_or(false);
-        let vocab = required("vocab_size", MAX_VOCAB)?;
-        let mut eos = fields.tokens("eos_token_id")?.unwrap_or_default();
-        if !generation.eos_token_ids.is_empty() {
-            eos.clone_from(&generation.eos_token_ids);
-        }
-        if let Some(token) = eos.iter().find(|token| **token as usize >= vocab) {
-            return Err(
-                fields.malformed(format!("eos_token_id {token} is outside the vocabulary of {vocab}"))
-            );
-        }
+        let vocab = size("vocab_size", MAX_VOCAB)?.or(spec.defaults.vocab);
+        let vocab = vocab.ok_or_else(|| fields.absent("vocab_size"))?;
+        let tied = fields.flag("tie_word_embeddings")?.or(whole.flag("tie_word_embeddings")?);
         Ok(Self {
-            family,
-            hidden,
+            spec,
+            hidden: heads.hidden,
             layers,
-            heads,
-            kv_heads,
-            head_dim,
+            heads: heads.query,
+            kv_heads: heads.kv,
+            head_dim: heads.dim,
             intermediate: required("intermediate_size", MAX_WIDTH)?,
             vocab,
             max_positions,
             norm_eps: norm_eps as f32,
-            tied: fields.flag("tie_word_embeddings")?.unwrap_or(false),
-            qkv_bias: family == ModelFamily::Qwen2 || attention_bias,
-            output_bias: family != ModelFamily::Qwen2 && attention_bias,
-            mlp_bias: family == ModelFamily::Llama && fields.flag("mlp_bias")?.unwrap_or(false),
-            rope,
-            eos,
-            bos: fields.token("bos_token_id")?,
+            tied: tied.unwrap_or(spec.defaults.tied),
+            biases: Biases {
+                qkv: fields.follows(spec.biases.qkv)?,
+                output: fields.follows(spec.biases.output)?,
+                mlp: fields.follows(spec.biases.mlp)?,
+            },
+            attention,
+            mlp: MlpConfig::parse(&fields, spec, layers)?,
+            logit_cap: soft_cap(&fields, "final_logit_softcapping", spec.scales.logit_cap)?,
+            eos: ends([&whole, &fields], &generation, vocab)?,
+            bos: whole.token("bos_token_id")?.or(fields.token("bos_token_id")?),
             generation,
         })
     }
@@ -189,10 +169,38 @@ impl ModelConfig {
         self.eos.iter().copied().chain(tokenizer_eos.filter(known)).collect()
     }
 
-    /// Whether q and k are normalized head by head.
+    /// The same computation for an engine whose sequences have at most this number of positions.
     #[must_use]
-    pub fn qk_norm(&self) -> bool {
-        self.family == ModelFamily::Qwen3
+    pub fn for_positions(mut self, positions: usize) -> Self {
+        self.attention.rope.choose_for(positions);
+        self
+    }
+
+    /// The suffix of a checkpoint's identity for a choice of [`Self::for_positions`]: keys that are rotated otherwise
+    /// belong to another model.
+    #[must_use]
+    pub fn identity(&self) -> &'static str {
+        if self.attention.rope.is_short() { "+short" } else { "" }
+    }
+
+    /// The experts of layer `layer`, if it has any.
+    #[must_use]
+    pub fn experts_of(&self, layer: usize) -> Option<&ExpertConfig> {
+        let is_dense = |experts: &&ExpertConfig| experts.dense.get(layer).copied().unwrap_or(false);
+        self.mlp.experts.as_ref().filter(|experts| !is_dense(experts))
+    }
+
+    /// Multiplier of embeddings.
+    #[must_use]
+    pub fn embedding_scale(&self) -> Option<f32> {
+        self.spec.scales.embedding.then(|| (self.hidden as f64).sqrt() as f32)
+    }
+
+    /// Weights of the feed-forward layer `layer`.
+    #[must_use]
+    pub fn mlp_parameters(&self, layer: usize) -> usize {
+        let dense = 3 * self.hidden * self.intermediate;
+        self.experts_of(layer).map_or(dense, |experts| experts.parameters(self.hidden))
     }
 
     /// Width of all query heads together.
@@ -215,56 +223,90 @@ impl ModelConfig {
     }
 }
 
+/// Widths and heads.
+struct HeadSizes {
+    hidden: usize,
+    query: usize,
+    kv: usize,
+    dim: usize,
+}
+
+impl HeadSizes {
+    fn parse(fields: &JsonFields<'_>, spec: &ModelSpec) -> Result<Self, ModelError> {
+        let size = |name, max| fields.size(name, max);
+        let hidden = size("hidden_size", MAX_WIDTH)?.ok_or_else(|| fields.absent("hidden_size"))?;
+        let query = size("num_attention_heads", MAX_HEADS)?.or(spec.defaults.heads);
+        let query = query.ok_or_else(|| fields.absent("num_attention_heads"))?;
+        // An explicit null means as many as query heads.
+        let default = spec.defaults.kv_heads.filter(|_| !fields.has("num_key_value_heads"));
+        let kv = size("num_key_value_heads", MAX_HEADS)?.or(default).unwrap_or(query);
+        let dim = match size("head_dim", MAX_HEAD_DIM)?.or(spec.defaults.head_dim) {
+            Some(dim) => dim,
+            None if hidden.is_multiple_of(query) => hidden / query,
+            None => {
+                return Err(fields.malformed(format!(
+                    "hidden_size {hidden} is not a multiple of num_attention_heads {query}"
+                )));
+            }
+        };
+        if !query.is_multiple_of(kv) {
+            return Err(fields.malformed(format!(
+                "num_attention_heads {query} is not a multiple of num_key_value_heads {kv}"
+            )));
+        }
+        if !dim.is_multiple_of(2) || dim > MAX_HEAD_DIM {
+            return Err(fields.malformed(format!("head_dim {dim} must be even and at most {MAX_HEAD_DIM}")));
+        }
+        Ok(Self { hidden, query, kv, dim })
+    }
+}
+
 /// The family, from `architectures` or, without it, from `model_type`.
-fn family(fields: &JsonFields<'_>) -> Result<ModelFamily, ModelError> {
+fn family(fields: &JsonFields<'_>) -> Result<&'static ModelSpec, ModelError> {
     let named = match fields.get("architectures").and_then(|list| list.get(0)) {
         Some(first) => first.as_str(),
         None => fields.text("model_type")?,
     };
-    match named {
-        Some("LlamaForCausalLM" | "llama") => Ok(ModelFamily::Llama),
-        Some("Qwen2ForCausalLM" | "qwen2") => Ok(ModelFamily::Qwen2),
-        Some("Qwen3ForCausalLM" | "qwen3") => Ok(ModelFamily::Qwen3),
-        Some(other) => Err(fields.unsupported(&format!("architecture {other}"), SUPPORTED)),
-        None => Err(fields.malformed("neither architectures nor model_type names an architecture".into())),
-    }
+    let Some(named) = named else {
+        return Err(fields.malformed("neither architectures nor model_type names an architecture".into()));
+    };
+    ModelSpec::named(named).ok_or_else(|| fields.unsupported(&format!("architecture {named}"), SUPPORTED))
 }
 
-/// Refuses features that change the result and are not implemented.
-fn refuse_what_is_not_computed(fields: &JsonFields<'_>, family: ModelFamily) -> Result<(), ModelError> {
-    if let Some(quantization) = fields.get("quantization_config") {
-        QuantScheme::parse(quantization).map_err(|what| fields.unsupported(&what, quantized::SUPPORTED))?;
+/// The fields of the text model.
+fn text_part<'a>(whole: &JsonFields<'a>, spec: &ModelSpec) -> Result<JsonFields<'a>, ModelError> {
+    let Some(part) = spec.text else { return Ok(whole.clone()) };
+    let fields = whole.object(part.config)?.ok_or_else(|| whole.absent(part.config))?;
+    if let Some(other) = fields.text("model_type")?.filter(|kind| *kind != part.model_type) {
+        return Err(fields.unsupported(&format!("model_type {other} of {}", part.config), part.model_type));
     }
-    match fields.text("hidden_act")? {
-        None | Some("silu" | "swish") => {}
-        Some(other) => return Err(fields.unsupported(&format!("hidden_act {other}"), "silu")),
-    }
-    for experts in ["num_experts", "num_local_experts", "n_routed_experts"] {
-        if fields.size_or_zero(experts)? > 1 {
-            return Err(fields.unsupported(experts, SUPPORTED));
-        }
-    }
-    if fields.number("partial_rotary_factor")?.is_some_and(|factor| factor != 1.0) {
-        return Err(fields.unsupported("partial_rotary_factor", "rotary embedding of whole heads"));
-    }
-    if fields
-        .get("layer_types")
-        .and_then(|list| list.as_array())
-        .is_some_and(|list| list.iter().any(|layer| layer.as_str() != Some("full_attention")))
-    {
-        return Err(fields.unsupported("layer_types other than full_attention", "full attention"));
-    }
-    // As in transformers: the window counts only if `use_sliding_window` is on, and only from layer
-    // `max_window_layers`. Llama has no window.
-    if family != ModelFamily::Llama && fields.flag("use_sliding_window")?.unwrap_or(false) {
-        let windowed_from = fields.size_or_zero("max_window_layers")?;
-        if fields.get("sliding_window").is_some()
-            && windowed_from < fields.size_or_zero("num_hidden_layers")?
-        {
-            return Err(fields.unsupported("use_sliding_window", "full attention"));
-        }
-    }
+    Ok(fields)
+}
+
+/// Refuses weights of a format that is not read.
+fn refuse_quantization(fields: &JsonFields<'_>) -> Result<(), ModelError> {
+    let Some(quantization) = fields.get("quantization_config") else { return Ok(()) };
+    QuantScheme::parse(quantization).map_err(|what| fields.unsupported(&what, quantized::SUPPORTED))?;
     Ok(())
+}
+
+/// Tokens that end a completion; those of `generation_config.json` have priority.
+fn ends(
+    [whole, text]: [&JsonFields<'_>; 2],
+    generation: &GenerationDefaults,
+    vocab: usize,
+) -> Result<Vec<u32>, ModelError> {
+    let given = whole.tokens("eos_token_id")?.or(text.tokens("eos_token_id")?);
+    let mut eos = given.unwrap_or_default();
+    if !generation.eos_token_ids.is_empty() {
+        eos.clone_from(&generation.eos_token_ids);
+    }
+    match eos.iter().find(|token| **token as usize >= vocab) {
+        Some(token) => {
+            Err(whole.malformed(format!("eos_token_id {token} is outside the vocabulary of {vocab}")))
+        }
+        None => Ok(eos),
+    }
 }
 
 #[cfg(test)]
@@ -292,11 +334,13 @@ mod tests {
     fn absent_fields_take_the_defaults_of_transformers() {
         let config = with(&json!({})).unwrap();
         assert_eq!((config.head_dim, config.kv_heads, config.tied), (16, 4, false));
-        assert_eq!((config.rope.theta, config.max_positions), (10_000.0, 2048));
+        assert_eq!((config.attention.rope.theta, config.max_positions), (10_000.0, 2048));
         assert_eq!(config.eos, [7]);
         assert!((config.norm_eps - 1e-5).abs() < 1e-12);
         let qwen3 = with(&json!({"architectures": ["Qwen3ForCausalLM"]})).unwrap();
-        assert_eq!((qwen3.head_dim, qwen3.qk_norm(), qwen3.qkv_bias), (128, true, false));
+        assert_eq!((qwen3.head_dim, qwen3.biases), (128, Biases::default()));
+        let qwen2 = with(&json!({"architectures": ["Qwen2ForCausalLM"], "attention_bias": true})).unwrap();
+        assert_eq!(qwen2.biases, Biases { qkv: true, output: false, mlp: false });
     }
 
     #[test]
@@ -308,7 +352,7 @@ mod tests {
         let legacy = with(&json!({"rope_theta": 5e5, "rope_scaling": scaling})).unwrap();
         let current = with(&json!({"rope_parameters": parameters})).unwrap();
         assert_eq!(legacy, current);
-        assert!(matches!(legacy.rope.scaling, RopeScaling::Llama3 { .. }));
+        assert!(matches!(legacy.attention.rope.scaling, RopeScaling::Llama3 { .. }));
     }
 
     #[test]
@@ -349,18 +393,13 @@ mod tests {
     #[test]
     fn unsupported_model_features_are_refused_by_name() {
         for (change, name) in [
-            (json!({"architectures": ["MixtralForCausalLM"]}), "MixtralForCausalLM"),
+            (json!({"architectures": ["Qwen2MoeForCausalLM"]}), "Qwen2MoeForCausalLM"),
             (json!({"quantization_config": {"quant_method": "bitsandbytes"}}), "bitsandbytes"),
             (json!({"quantization_config": {"quant_method": "awq", "bits": 8, "group_size": 128}}), "bits 8"),
             (json!({"hidden_act": "gelu"}), "gelu"),
             (json!({"num_local_experts": 8}), "num_local_experts"),
             (json!({"rope_scaling": {"type": "longrope", "factor": 2.0}}), "longrope"),
             (json!({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}), "per layer type"),
-            (
-                json!({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": true,
-                    "sliding_window": 128, "max_window_layers": 1}),
-                "use_sliding_window",
-            ),
         ] {
             let error = with(&change).unwrap_err();
             assert!(matches!(error, ModelError::Unsupported { .. }), "{error}");
@@ -369,10 +408,29 @@ mod tests {
     }
 
     #[test]
-    fn an_unused_sliding_window_is_no_obstacle() {
-        let unused = json!({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": false,
-            "sliding_window": 4096, "max_window_layers": 2});
-        assert!(with(&unused).is_ok());
+    fn the_text_part_of_a_model_with_images_is_read() {
+        // As in google/gemma-3-4b-it, whose other fields have the defaults of transformers.
+        let text = json!({"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024});
+        let whole = json!({"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106],
+            "text_config": text, "vision_config": {"hidden_size": 1152}});
+        let parse =
+            |config: &Value| ModelConfig::parse(config.to_string().as_bytes(), GenerationDefaults::default());
+        let config = parse(&whole).unwrap();
+        assert_eq!((config.heads, config.kv_heads, config.head_dim), (8, 4, 256));
+        assert_eq!((config.vocab, config.max_positions, config.tied), (262_208, 131_072, true));
+        assert_eq!(config.eos, [1, 106]);
+        assert_eq!((config.attention.window(4), config.attention.window(5)), (Some(1024), None));
+        let norm = config.layer_tensors(3).mlp_norm;
+        assert_eq!(norm, "language_model.model.layers.3.pre_feedforward_layernorm.weight");
+        let without = json!({"architectures": ["Mistral3ForConditionalGeneration"]});
+        assert!(parse(&without).unwrap_err().to_string().contains("text_config is absent"));
+        let other = json!({"architectures": ["Mistral3ForConditionalGeneration"],
+            "text_config": {"model_type": "ministral3"}});
+        assert!(parse(&other).unwrap_err().to_string().contains("ministral3"));
+        let mut quantized = whole;
+        quantized["text_config"]["quantization_config"] = json!({"quant_method": "fp8"});
+        assert!(parse(&quantized).unwrap_err().to_string().contains("fp8"));
     }
 
     #[test]

@@ -11,6 +11,8 @@ pub mod gguf;
 pub mod identity;
 pub mod output;
 mod quantized;
+pub mod spec;
+pub mod tensors;
 pub mod tokenizer;
 pub mod truncation;
 pub mod weights;

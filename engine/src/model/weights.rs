@@ -50,7 +50,12 @@ impl WeightDtype {
 
 /// One tensor: row-major values, not necessarily aligned.
 #[derive(Clone)]
-pub struct Tensor<'a>(TensorValues<'a>);
+pub struct Tensor<'a> {
+    values: TensorValues<'a>,
+    /// Its first element among the values.
+    first: usize,
+    len: usize,
+}
 
 #[derive(Clone)]
 enum TensorValues<'a> {
@@ -62,6 +67,12 @@ enum TensorValues<'a> {
     Matrix(QuantizedMatrix<'a>),
 }
 
+impl<'a> Tensor<'a> {
+    fn new(values: TensorValues<'a>, shape: &[usize]) -> Self {
+        Self { values, first: 0, len: shape.iter().product() }
+    }
+}
+
 impl fmt::Debug for Tensor<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Tensor").field("dtype", &self.dtype()).field("bytes", &self.bytes()).finish()
@@ -69,10 +80,20 @@ impl fmt::Debug for Tensor<'_> {
 }
 
 impl Tensor<'_> {
+    /// Elements `start .. start + len` as a tensor of its own.
+    ///
+    /// # Panics
+    /// When the range is outside the tensor.
+    #[must_use]
+    pub fn into_part(self, start: usize, len: usize) -> Self {
+        assert!(start + len <= self.len, "a part of the tensor");
+        Self { values: self.values, first: self.first + start, len }
+    }
+
     /// Element type in the file, or that of the converted values.
     #[must_use]
     pub fn dtype(&self) -> WeightDtype {
-        match &self.0 {
+        match &self.values {
             TensorValues::Plain(dtype, _) => *dtype,
             TensorValues::Blocks(..) | TensorValues::Matrix(_) => WeightDtype::F32,
         }
@@ -81,8 +102,10 @@ impl Tensor<'_> {
     /// Size in the file, in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        match &self.0 {
-            TensorValues::Plain(_, bytes) | TensorValues::Blocks(_, bytes) => bytes.len(),
+        match &self.values {
+            TensorValues::Plain(dtype, _) => self.len * dtype.bytes(),
+            TensorValues::Blocks(kind, _) => self.len.div_ceil(kind.block_len()) * kind.block_bytes(),
+            // A matrix of this kind is one tensor in every family.
             TensorValues::Matrix(matrix) => matrix.bytes(),
         }
     }
@@ -92,7 +115,9 @@ impl Tensor<'_> {
     /// # Panics
     /// When the range is outside the tensor.
     pub fn read_f32(&self, start: usize, out: &mut [f32]) {
-        let (dtype, bytes) = match &self.0 {
+        assert!(start + out.len() <= self.len, "a part of the tensor");
+        let start = self.first + start;
+        let (dtype, bytes) = match &self.values {
             TensorValues::Plain(dtype, bytes) => (*dtype, bytes),
             TensorValues::Blocks(kind, bytes) => return kind.read_f32(bytes, start, out),
             TensorValues::Matrix(matrix) => return matrix.read_f32(start, out),
@@ -124,7 +149,9 @@ impl Tensor<'_> {
     /// When the tensor is not bf16, or the range is outside it.
     #[must_use]
     pub fn bf16_bytes(&self, start: usize, len: usize) -> &[u8] {
-        match &self.0 {
+        assert!(start + len <= self.len, "a part of the tensor");
+        let start = self.first + start;
+        match &self.values {
             TensorValues::Plain(WeightDtype::Bf16, bytes) => &bytes[start * 2..(start + len) * 2],
             _ => panic!("a bf16 tensor"),
         }
@@ -265,7 +292,7 @@ impl Weights {
         };
         if let Some(matrix) = scheme.matrix(name, shape, &part) {
             let matrix = matrix.map_err(|what| ModelError::Malformed { file: file(), what })?;
-            return Ok(Tensor(TensorValues::Matrix(matrix)));
+            return Ok(Tensor::new(TensorValues::Matrix(matrix), shape));
         }
         let entry = tensors.get(name).ok_or_else(|| ModelError::Malformed {
             file: file(),
@@ -301,7 +328,7 @@ impl Weights {
                 }
             }
         };
-        Ok(Tensor(values))
+        Ok(Tensor::new(values, shape))
     }
 }
 
@@ -326,9 +353,9 @@ fn rows_of_heads(bytes: &[u8], rows: usize, heads: usize) -> Vec<u8> {
 #[must_use]
 pub fn parameter_count(config: &ModelConfig) -> usize {
     let attention = config.hidden * (2 * config.query_width() + 2 * config.kv_width());
-    let layer = attention + 3 * config.hidden * config.intermediate + 2 * config.hidden;
+    let mlp: usize = (0..config.layers).map(|layer| config.mlp_parameters(layer)).sum();
     let embeddings = config.vocab * config.hidden * if config.tied { 1 } else { 2 };
-    config.layers * layer + embeddings + config.hidden
+    config.layers * (attention + 2 * config.hidden) + mlp + embeddings + config.hidden
 }
 
 /// The checkpoint's weight files, in order.
@@ -408,7 +435,7 @@ fn random_tensor(seed: u64, name: &str, shape: &[usize]) -> Tensor<'static> {
             }
         });
     }
-    Tensor(TensorValues::Plain(WeightDtype::Bf16, Cow::Owned(bytes)))
+    Tensor::new(TensorValues::Plain(WeightDtype::Bf16, Cow::Owned(bytes)), shape)
 }
 
 #[cfg(test)]
@@ -459,6 +486,18 @@ mod tests {
             weights.tensor(name, &[2]).unwrap().read_f32(0, &mut out);
             assert_eq!(out, values, "{name}");
         }
+    }
+
+    #[test]
+    fn a_part_of_a_tensor_has_its_rows_only() {
+        let weights = Weights::random(3);
+        let whole = weights.tensor("a", &[4, 2]).unwrap();
+        let (mut all, mut part) = ([0.0; 8], [0.0; 4]);
+        whole.read_f32(0, &mut all);
+        let rows = whole.clone().into_part(2, 4);
+        rows.read_f32(0, &mut part);
+        assert_eq!((rows.bytes(), &part[..]), (8, &all[2..6]));
+        assert_eq!(whole.into_part(0, 8).bytes(), 16);
     }
 
     #[test]

@@ -6,7 +6,8 @@
 //! each path: the same requests ─▶ the same answers; each block that is held, by name, has the plain run's digest
 //! ```
 //!
-//! Three families in f32 (the Qwen 2 with its bf16 weights widened), and a GGUF model.
+//! Three families in f32 (the Qwen 2 with its bf16 weights widened). Three with windows, ropes per layer and experts,
+//! with bf16 weights that the engine widens. And a GGUF model.
 //! `cargo test -p baton-engine --test handoff exact -- --nocapture` prints the table with the number of compared
 //! blocks.
 //!
@@ -21,7 +22,7 @@ use baton_engine::blocks::hash::BlockHash;
 use baton_engine::offload::record::{HEADER_BYTES, TierIdentity, header};
 use baton_engine::run::options::Role;
 
-use super::harness::cluster::{LLAMA, LLAMA_GGUF, Node, QWEN3, greedy};
+use super::harness::cluster::{GEMMA3, LLAMA, LLAMA_GGUF, MISTRAL, Node, QWEN3, QWEN3_MOE, greedy};
 use super::harness::widened::qwen2_in_f32;
 use super::observe::digests::{digests, hashes};
 use super::paths::{self, Plain};
@@ -74,6 +75,21 @@ fn qwen3_is_the_same_on_every_path() {
 #[test]
 fn a_gguf_model_is_the_same_on_every_path() {
     every_path("llama in GGUF", LLAMA_GGUF);
+}
+
+#[test]
+fn mistral_with_a_window_is_the_same_on_every_path() {
+    every_path("mistral", MISTRAL);
+}
+
+#[test]
+fn gemma3_is_the_same_on_every_path() {
+    every_path("gemma3", GEMMA3);
+}
+
+#[test]
+fn qwen3_with_experts_is_the_same_on_every_path() {
+    every_path("qwen3 with experts", QWEN3_MOE);
 }
 
 #[test]

@@ -17,8 +17,8 @@ pub struct Golden {
     pub prompts: Vec<GoldenPrompt>,
     /// Tokens that end a completion.
     pub eos_token_ids: Vec<u32>,
-    /// Present if the prompts have bf16 runs.
-    pub noise: Option<ReferenceNoise>,
+    /// The effect of bf16 on this model.
+    pub noise: ReferenceNoise,
     tensors: HashMap<String, Vec<f32>>,
 }
 
@@ -41,7 +41,7 @@ pub struct ReferenceNoise {
 }
 
 impl ReferenceNoise {
-    /// Reads the distances from a golden file with bf16 runs.
+    /// Reads the distances from a golden file.
     fn read(json: &serde_json::Value) -> Result<Self, String> {
         let noise = Self::deserialize(&json["noise"]).map_err(|error| format!("noise: {error}"))?;
         let numbers = [noise.logit, noise.logit_rms, noise.divergence, noise.divergence_max];
@@ -115,9 +115,7 @@ impl Golden {
         let malformed = |error: serde_json::Error| failed(&json_path, error.to_string());
         let json: serde_json::Value = serde_json::from_slice(&read(&json_path)?).map_err(malformed)?;
         let file = GoldenFile::deserialize(&json).map_err(malformed)?;
-        let has_bf16 = file.prompts.iter().any(|prompt| prompt.bf16.is_some());
-        let noise = has_bf16.then(|| ReferenceNoise::read(&json)).transpose();
-        let noise = noise.map_err(|what| failed(&json_path, what))?;
+        let noise = ReferenceNoise::read(&json).map_err(|what| failed(&json_path, what))?;
 
         let tensor_path = path("safetensors");
         let bytes = read(&tensor_path)?;
@@ -133,6 +131,22 @@ impl Golden {
             })
             .collect();
         Ok(Self { json, prompts: file.prompts, eos_token_ids: file.eos_token_ids, noise, tensors })
+    }
+
+    /// Positions of the longest prompt with its continuation.
+    #[must_use]
+    pub fn longest(&self) -> usize {
+        let tokens = |prompt: &GoldenPrompt| {
+            let bf16 = prompt.bf16.as_ref().map_or(0, |run| run.greedy_ids.len());
+            prompt.ids.len() + prompt.f32.greedy_ids.len().max(bf16)
+        };
+        self.prompts.iter().map(tokens).max().unwrap_or(1)
+    }
+
+    /// Whether every prompt has a bf16 run.
+    #[must_use]
+    pub fn has_bf16(&self) -> bool {
+        self.prompts.iter().all(|prompt| prompt.bf16.is_some())
     }
 
     /// Raw logits, if they were recorded: `RUN.PROMPT.steps`, `.prompt_last` or `.prompt_all`, rows of the vocabulary

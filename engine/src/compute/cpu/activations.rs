@@ -1,10 +1,12 @@
 //! The buffers between the phases of a step.
 
 use super::arena::AlignedBuffer;
-use super::bf16::{Bf16Unit, PackedBuffer, ProductInputs};
+use super::bf16::{Bf16Unit, PackedBuffer, ProductInputs, ROW_STEP};
 use super::kernel::PANEL;
 use super::network::CpuNetwork;
+use super::routing::{Routes, RoutingSizes};
 use super::rows::{Rows, SharedPtr};
+use crate::model::config::ExpertConfig;
 
 /// Buffers of one step. They grow to the largest batch seen.
 #[derive(Debug, Default)]
@@ -22,6 +24,32 @@ pub(super) struct CpuActivations {
     packed_normed: PackedBuffer,
     packed_attended: PackedBuffer,
     packed_gate: PackedBuffer,
+    experts: ExpertActivations,
+}
+
+/// Buffers of layers with experts. They stay empty without them.
+#[derive(Debug)]
+struct ExpertActivations {
+    sizes: RoutingSizes,
+    logits: RowBuffer,
+    /// Inputs of the experts, expert by expert, and later their results.
+    inputs: RowBuffer,
+    gate: RowBuffer,
+    up: RowBuffer,
+    packed_inputs: PackedBuffer,
+    packed_gate: PackedBuffer,
+    numbers: AlignedBuffer<u32>,
+    weights: AlignedBuffer<f32>,
+}
+
+/// The rows of these buffers, shared by the workers.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ExpertRows {
+    pub(super) logits: Rows,
+    pub(super) inputs: ProductInputs,
+    pub(super) gate: ProductInputs,
+    pub(super) up: Rows,
+    pub(super) routes: Routes,
 }
 
 /// The rows of all buffers, shared by the workers.
@@ -36,6 +64,7 @@ pub(super) struct ActivationRows {
     pub(super) up: Rows,
     /// Cosines, then sines, of each row's angles.
     pub(super) angles: Rows,
+    pub(super) experts: ExpertRows,
 }
 
 #[derive(Debug)]
@@ -66,10 +95,67 @@ impl RowBuffer {
     }
 }
 
+impl Default for ExpertActivations {
+    fn default() -> Self {
+        Self {
+            sizes: RoutingSizes::default(),
+            logits: RowBuffer::default(),
+            inputs: RowBuffer::default(),
+            gate: RowBuffer::default(),
+            up: RowBuffer::default(),
+            packed_inputs: PackedBuffer::default(),
+            packed_gate: PackedBuffer::default(),
+            numbers: AlignedBuffer::zeroed(0),
+            weights: AlignedBuffer::zeroed(0),
+        }
+    }
+}
+
+impl ExpertActivations {
+    fn fit(&mut self, experts: &ExpertConfig, hidden: usize, rows: usize, packs: bool) {
+        let align = if packs { ROW_STEP } else { 1 };
+        let &ExpertConfig { per_token, count, intermediate, .. } = experts;
+        self.sizes = RoutingSizes { rows, per_token, experts: count, align };
+        let places = self.sizes.places();
+        self.logits.fit(rows, count);
+        self.inputs.fit(places, hidden);
+        self.gate.fit(places, intermediate);
+        self.up.fit(places, intermediate);
+        if packs {
+            self.packed_inputs.fit(places, hidden);
+            self.packed_gate.fit(places, intermediate);
+        }
+        if self.numbers.len() < self.sizes.numbers() {
+            self.numbers = AlignedBuffer::zeroed(self.sizes.numbers());
+            self.weights = AlignedBuffer::zeroed(self.sizes.pairs());
+        }
+    }
+
+    fn share(&mut self, unit: Option<Bf16Unit>) -> ExpertRows {
+        ExpertRows {
+            logits: self.logits.share(),
+            inputs: inputs(&mut self.inputs, &mut self.packed_inputs, unit),
+            gate: inputs(&mut self.gate, &mut self.packed_gate, unit),
+            up: self.up.share(),
+            routes: Routes {
+                sizes: self.sizes,
+                numbers: SharedPtr(self.numbers.as_mut_ptr()),
+                weights: SharedPtr(self.weights.as_mut_ptr()),
+            },
+        }
+    }
+}
+
+/// The rows of a buffer as inputs of products, with the packed ones for `unit`.
+fn inputs(buffer: &mut RowBuffer, packed: &mut PackedBuffer, unit: Option<Bf16Unit>) -> ProductInputs {
+    ProductInputs { wide: buffer.share(), bf16: unit.map(|unit| (unit, packed.share())) }
+}
+
 impl CpuActivations {
     pub(super) fn fit(&mut self, network: &CpuNetwork, rows: usize) {
         let config = &network.config;
-        if network.bf16.is_some_and(Bf16Unit::packs) {
+        let packs = network.bf16.is_some_and(Bf16Unit::packs);
+        if packs {
             self.packed_normed.fit(rows, config.hidden);
             self.packed_attended.fit(rows, config.query_width());
             self.packed_gate.fit(rows, config.intermediate);
@@ -81,24 +167,24 @@ impl CpuActivations {
         self.projected.fit(rows, config.hidden);
         self.gate.fit(rows, config.intermediate);
         self.up.fit(rows, config.intermediate);
-        self.angles.fit(rows, config.head_dim);
+        self.angles.fit(rows, config.attention.rotary_dim * network.ropes.len());
+        if let Some(experts) = &config.mlp.experts {
+            self.experts.fit(experts, config.hidden, rows, packs);
+        }
     }
 
     /// The rows of the buffers, and the packed inputs for `unit`.
     pub(super) fn share(&mut self, unit: Option<Bf16Unit>) -> ActivationRows {
-        let inputs = |buffer: &mut RowBuffer, packed: &mut PackedBuffer| ProductInputs {
-            wide: buffer.share(),
-            bf16: unit.map(|unit| (unit, packed.share())),
-        };
         ActivationRows {
             hidden: self.hidden.share(),
-            normed: inputs(&mut self.normed, &mut self.packed_normed),
+            normed: inputs(&mut self.normed, &mut self.packed_normed, unit),
             qkv: self.qkv.share(),
-            attended: inputs(&mut self.attended, &mut self.packed_attended),
+            attended: inputs(&mut self.attended, &mut self.packed_attended, unit),
             projected: self.projected.share(),
-            gate: inputs(&mut self.gate, &mut self.packed_gate),
+            gate: inputs(&mut self.gate, &mut self.packed_gate, unit),
             up: self.up.share(),
             angles: self.angles.share(),
+            experts: self.experts.share(unit),
         }
     }
 }

@@ -5,13 +5,14 @@
 //!
 //! 1. scores: rows against 32 transposed keys at a time with the matrix kernel (a chain over the head's
 //!    elements), up to each row's own position;
-//! 2. softmax over the whole row: the maximum does not depend on order, the sum runs over 16 lanes by absolute
-//!    key position;
+//! 2. softmax over the keys that the row sees: the maximum does not depend on order, the sum runs over 16 lanes
+//!    by the key's distance from the first one;
 //! 3. values: a chain over key positions from 0, continued from block to block.
 //!
 //! A row's result therefore depends on its sequence only, not on the chunks of its prompt, the units, the block size,
-//! or the rest of the batch. Scores of a whole row are stored, which takes 4 bytes per key and row. A unit has fewer
-//! rows as the context grows.
+//! or the rest of the batch. With a window, keys before those that any row of the unit sees are not read, and other
+//! keys outside of a row's window have weight zero. Zeros change no bit of a chain, wherever it begins. Scores of a
+//! whole row are stored, which takes 4 bytes per key and row. A unit has fewer rows as the context grows.
 #![allow(
     unsafe_code,
     reason = "reads and writes KV blocks through the region's raw pointers; see each block"
@@ -20,6 +21,8 @@
 #[cfg(target_arch = "x86_64")]
 mod few;
 mod pairs;
+
+use std::ops::Range;
 
 use baton_connector::layout::{KvDtype, KvLayout};
 
@@ -151,11 +154,44 @@ pub(super) struct QueryShape {
     pub(super) group: usize,
     /// Multiplier of scores.
     pub(super) factor: f32,
+    /// Soft cap of multiplied scores.
+    pub(super) cap: Option<f32>,
+    /// Keys that a position sees, its own included. `None`: all.
+    pub(super) window: Option<usize>,
     /// The unit that multiplies in bfloat16 mode.
     pub(super) bf16: Option<bf16::Bf16Unit>,
 }
 
 impl QueryShape {
+    /// A position from which on all keys are read that a unit with its first query at `start` sees: a multiple of the
+    /// block and of a panel, so that runs are inside blocks.
+    fn begin(&self, cache: &HeadCache<'_>, start: usize) -> usize {
+        let Some(window) = self.window else { return 0 };
+        let mut step = cache.layout.block_tokens;
+        while !step.is_multiple_of(PANEL) {
+            step += cache.layout.block_tokens;
+        }
+        (start + 1).saturating_sub(window) / step * step
+    }
+
+    /// Turns the scores of a row from position 0 on into softmax numerators and returns their sum. The row sees the
+    /// first `visible` keys, with a window only the last of them. Other keys from `begin` on get weight zero, because
+    /// the other rows of a tile multiply them.
+    fn softmax(&self, scores: &mut [f32], begin: usize, visible: usize) -> f32 {
+        let (seen, later) = scores.split_at_mut(visible);
+        later.fill(0.0);
+        let first = self.window.map_or(0, |window| visible.saturating_sub(window));
+        let (earlier, seen) = seen.split_at_mut(first);
+        earlier[begin..].fill(0.0);
+        match self.cap {
+            None => vector::softmax_numerators(self.isa, seen, self.factor),
+            Some(cap) => {
+                vector::soft_cap(self.isa, seen, self.factor, cap);
+                vector::softmax_numerators(self.isa, seen, 1.0)
+            }
+        }
+    }
+
     /// Computes `count` query positions, the first at position `start`.
     ///
     /// `query(i, g)` is the rotated query of head `g` of the group at the unit's position `i`. `output(i, g)` is the
@@ -184,6 +220,7 @@ impl QueryShape {
         let context = start + count;
         // Keys visible to row r: all up to its own position.
         let visible = |row: usize| start + row / group + 1;
+        let begin = self.begin(cache, start);
         let score_stride = context.next_multiple_of(PANEL) + 16;
         let padded_dim = dim.next_multiple_of(PANEL);
         resize(&mut scratch.queries, rows * dim);
@@ -198,15 +235,12 @@ impl QueryShape {
         }
         // SAFETY: the caller vouches for the keys and values; the buffers have just been sized.
         unsafe {
-            self.scores(cache, context, rows, score_stride, scratch, visible);
+            self.scores(cache, begin..context, rows, score_stride, scratch, visible);
             for row in 0..rows {
                 let scores = &mut scratch.scores[row * score_stride..][..context];
-                let (seen, later) = scores.split_at_mut(visible(row));
-                scratch.sums[row] = vector::softmax_numerators(self.isa, seen, self.factor);
-                // Later rows of the same tile multiply these keys. For this row their weight is zero.
-                later.fill(0.0);
+                scratch.sums[row] = self.softmax(scores, begin, visible(row));
             }
-            self.values(cache, context, rows, score_stride, scratch, visible);
+            self.values(cache, begin..context, rows, score_stride, scratch, visible);
         }
         for row in 0..rows {
             // SAFETY: the output has `dim` values and belongs to this unit.
@@ -221,32 +255,33 @@ impl QueryShape {
     unsafe fn scores(
         &self,
         cache: &HeadCache<'_>,
-        context: usize,
+        keys: Range<usize>,
         rows: usize,
         score_stride: usize,
         scratch: &mut AttentionScratch,
         visible: impl Fn(usize) -> usize,
     ) {
+        let (begin, context) = (keys.start, keys.end);
         let (dim, step) = (cache.layout.head_dim, rows_at_once(self.isa));
         #[cfg(target_arch = "x86_64")]
         if rows == self.group && few::suits(self.isa, cache, rows) {
             let AttentionScratch { queries, scores, .. } = scratch;
             // SAFETY: the caller vouches for positions below `context`; slots after it are memory of the pool, which no
             // other code writes while the sequence is computed.
-            unsafe { few::scores(cache, context, rows, queries, scores, score_stride) };
+            unsafe { few::scores(cache, begin..context, rows, queries, scores, score_stride) };
             return;
         }
         // With many rows the arithmetic takes longer than the memory accesses.
         let waits = rows <= MAX_ROWS;
         if waits {
-            cache.request(KvHalf::Keys, 0, context);
+            cache.request(KvHalf::Keys, begin, context);
         }
-        for from in (0..context).step_by(PANEL) {
+        for from in (begin..context).step_by(PANEL) {
             let keys = PANEL.min(context - from);
             if waits && from + PANEL < context {
                 cache.request(KvHalf::Keys, from + PANEL, context);
             } else if waits {
-                cache.request(KvHalf::Values, 0, context);
+                cache.request(KvHalf::Values, begin, context);
             }
             // SAFETY: the caller vouches for positions below `context`.
             unsafe { transpose_keys(self.isa, cache, from, keys, &mut scratch.values, &mut scratch.keys) };
@@ -278,19 +313,20 @@ impl QueryShape {
     unsafe fn values(
         &self,
         cache: &HeadCache<'_>,
-        context: usize,
+        keys: Range<usize>,
         rows: usize,
         score_stride: usize,
         scratch: &mut AttentionScratch,
         visible: impl Fn(usize) -> usize,
     ) {
+        let (begin, context) = (keys.start, keys.end);
         let (dim, step) = (cache.layout.head_dim, rows_at_once(self.isa));
         let (padded_dim, block_tokens) = (dim.next_multiple_of(PANEL), cache.layout.block_tokens);
         #[cfg(target_arch = "x86_64")]
         if rows == self.group && few::suits(self.isa, cache, rows) {
             let AttentionScratch { scores, outputs, .. } = scratch;
             // SAFETY: the caller vouches for positions below `context`.
-            unsafe { few::values(cache, context, rows, scores, score_stride, outputs, padded_dim) };
+            unsafe { few::values(cache, begin..context, rows, scores, score_stride, outputs, padded_dim) };
             return;
         }
         let few = rows <= MAX_ROWS;
@@ -304,7 +340,7 @@ impl QueryShape {
         if !in_place {
             resize(&mut scratch.values, run * padded_dim);
         }
-        for from in (0..context).step_by(run) {
+        for from in (begin..context).step_by(run) {
             let tokens = run.min(context - from);
             if few && from + PANEL < context {
                 cache.request(KvHalf::Values, from + PANEL, (from + PANEL + run).min(context));
@@ -335,7 +371,7 @@ impl QueryShape {
                             c: scratch.outputs[row * padded_dim + column..].as_mut_ptr(),
                             c_stride: padded_dim,
                             depth,
-                            accumulate: from > 0,
+                            accumulate: from > begin,
                             ahead: false,
                         };
                         multiply(self.isa, now, &tile);

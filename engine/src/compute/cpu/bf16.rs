@@ -183,6 +183,22 @@ pub(super) struct PackedRows {
 }
 
 impl ProductInputs {
+    /// The rows from `row` on.
+    ///
+    /// # Safety
+    /// The row is inside the buffers. If the unit packs, it is a multiple of [`ROW_STEP`].
+    pub(super) unsafe fn after(&self, row: usize) -> Self {
+        // SAFETY: the caller's contract; without packed rows their tile is 0.
+        unsafe {
+            let wide = Rows { base: SharedPtr(self.wide.base.at(row * self.wide.stride)), ..self.wide };
+            let packed = |packed: PackedRows| PackedRows {
+                base: SharedPtr(packed.base.at(row / TILE_ROWS * packed.tile)),
+                ..packed
+            };
+            Self { wide, bf16: self.bf16.map(|(unit, rows)| (unit, packed(rows))) }
+        }
+    }
+
     /// Makes the values of columns `column ..` of row `row` final.
     ///
     /// # Safety

@@ -1,15 +1,19 @@
 //! One step: every worker walks through the same phases and claims rows, items or units in each.
 //!
 //! ```text
-//!   embed+norm ▶ [ qkv ▶ rotate, write KV ▶ attend ▶ output ▶ add+norm ▶ gate, up, silu ▶ down ▶ add+norm ]×layers
+//!   embed+norm ▶ [ qkv ▶ rotate, write KV ▶ attend ▶ output ▶ add+norm ▶ gate, up, act ▶ down ▶ add+norm ]×layers
 //!              ▶ final norm of wanted rows ▶ logits
 //! ```
+//!
+//! The feed-forward phases are in `mlp`, those of layers with experts too.
 //!
 //! A phase writes buffers that the next one reads. The barrier between them is the end of `Worker::each`.
 #![allow(
     unsafe_code,
     reason = "phases share buffers through raw pointers with a barrier between; see each block"
 )]
+
+mod mlp;
 
 use std::sync::{Mutex, PoisonError};
 
@@ -23,7 +27,7 @@ use super::bf16::ProductInputs;
 use super::isa::{Isa, request};
 use super::kernel::PANEL;
 use super::matrix::{Matrix, PanelSums, Product, SLICE_VALUES};
-use super::network::{CpuLayer, CpuNetwork};
+use super::network::{CpuLayer, CpuMlp, CpuNetwork};
 use super::rows::{Rows, SharedPtr};
 use super::thread_pool::{JobPanicked, ThreadPool, Worker};
 use super::vector;
@@ -192,8 +196,16 @@ struct Projection<'a> {
     matrix: &'a Matrix,
     bias: Option<&'a [f32]>,
     x: ProductInputs,
-    /// The norm before the next product.
-    norm: Option<&'a [f32]>,
+    norms: AddNorms<'a>,
+}
+
+/// Norms around an addition to the residual stream.
+#[derive(Clone, Copy)]
+struct AddNorms<'a> {
+    /// Of the values that are added.
+    post: Option<&'a [f32]>,
+    /// Of the sum, before the next product.
+    next: Option<&'a [f32]>,
 }
 
 /// Runs the step and leaves the wanted rows in `logits` and `hidden`.
@@ -244,17 +256,17 @@ impl Step<'_> {
                 matrix: &layer.output,
                 bias: layer.output_bias.as_deref(),
                 x: self.rows.attended,
-                norm: Some(&layer.mlp_norm),
+                norms: AddNorms { post: layer.attention_post_norm.as_deref(), next: Some(&layer.mlp_norm) },
             };
             self.project(worker, scratch, output);
-            self.gate_up(worker, scratch, layer);
-            let down = Projection {
-                matrix: &layer.down,
-                bias: layer.down_bias.as_deref(),
-                x: self.rows.gate,
-                norm: layers.get(index + 1).map(|next| next.attention_norm.as_slice()),
+            let norms = AddNorms {
+                post: layer.mlp_post_norm.as_deref(),
+                next: layers.get(index + 1).map(|next| next.attention_norm.as_slice()),
             };
-            self.project(worker, scratch, down);
+            match &layer.mlp {
+                CpuMlp::Dense(dense) => self.dense(worker, scratch, dense, norms),
+                CpuMlp::Experts { router, experts } => self.experts(worker, scratch, router, experts, norms),
+            }
         }
         self.hidden_states(worker);
         self.logits(worker, scratch);
@@ -263,7 +275,8 @@ impl Step<'_> {
     /// Embeddings, angles, and the first norm.
     fn embed(&self, worker: &Worker<'_>) {
         let config = &self.network.config;
-        let half = config.head_dim / 2;
+        let (rotary, ropes) = (config.attention.rotary_dim, &self.network.ropes);
+        let scale = config.embedding_scale();
         worker.each(self.plan.rows.len(), |index| {
             let row = self.plan.rows[index];
             // SAFETY: each row is claimed by one worker.
@@ -271,16 +284,21 @@ impl Step<'_> {
                 (
                     self.rows.hidden.row(index, config.hidden),
                     self.rows.normed.wide.row(index, config.hidden),
-                    self.rows.angles.row(index, config.head_dim),
+                    self.rows.angles.row(index, rotary * ropes.len()),
                 )
             };
             self.network.embed(row.token, hidden);
-            let (cos, sin) = angles.split_at_mut(half);
-            for ((frequency, cos), sin) in self.network.frequencies.iter().zip(cos).zip(sin) {
-                // The product is rounded to f32 as in transformers. Sine and cosine of it are then exact.
-                let (exact_sin, exact_cos) = f64::from(row.position as f32 * frequency).sin_cos();
-                *cos = exact_cos as f32 * self.network.rope_factor;
-                *sin = exact_sin as f32 * self.network.rope_factor;
+            if let Some(scale) = scale {
+                vector::scale(self.isa, hidden, scale);
+            }
+            for (rope, angles) in ropes.iter().zip(angles.chunks_exact_mut(rotary)) {
+                let (cos, sin) = angles.split_at_mut(rotary / 2);
+                for ((frequency, cos), sin) in rope.frequencies.iter().zip(cos).zip(sin) {
+                    // The product is rounded to f32 as in transformers. Sine and cosine of it are then exact.
+                    let (exact_sin, exact_cos) = f64::from(row.position as f32 * frequency).sin_cos();
+                    *cos = exact_cos as f32 * rope.factor;
+                    *sin = exact_sin as f32 * rope.factor;
+                }
             }
             if let Some(first) = self.network.layers.first() {
                 vector::rms_norm(self.isa, hidden, &first.attention_norm, config.norm_eps, normed);
@@ -325,15 +343,17 @@ impl Step<'_> {
     fn rotate_and_store(&self, worker: &Worker<'_>, layer_index: usize, layer: &CpuLayer) {
         let config = &self.network.config;
         let (dim, query, kv) = (config.head_dim, config.query_width(), config.kv_width());
+        let (rotary, ropes) = (config.attention.rotary_dim, self.network.ropes.len());
         worker.each(self.plan.rows.len(), |index| {
             let row = self.plan.rows[index];
             // SAFETY: each row is claimed by one worker; the angles are only read.
-            let (qkv, angles) =
-                unsafe { (self.rows.qkv.row(index, query + 2 * kv), self.rows.angles.row(index, dim)) };
+            let (qkv, angles) = unsafe {
+                (self.rows.qkv.row(index, query + 2 * kv), self.rows.angles.row(index, rotary * ropes))
+            };
             if let Some(bias) = &layer.qkv_bias {
                 vector::add(self.isa, qkv, bias);
             }
-            let (cos, sin) = angles.split_at(dim / 2);
+            let (cos, sin) = angles[layer.rope * rotary..][..rotary].split_at(rotary / 2);
             let (queries, keys_values) = qkv.split_at_mut(query);
             let (keys, values) = keys_values.split_at_mut(kv);
             let norms = layer.qk_norm.as_ref();
@@ -344,7 +364,7 @@ impl Step<'_> {
                     if let Some(norm) = norm {
                         vector::rms_norm_in_place(self.isa, head, norm, config.norm_eps);
                     }
-                    vector::rotate(self.isa, head, cos, sin);
+                    vector::rotate(self.isa, &mut head[..rotary], cos, sin);
                 }
             }
             for head in 0..config.kv_heads {
@@ -361,8 +381,14 @@ impl Step<'_> {
     fn attend(&self, worker: &Worker<'_>, scratch: &mut WorkerScratch, layer: usize) {
         let config = &self.network.config;
         let (dim, group) = (config.head_dim, config.heads / config.kv_heads);
-        let factor = 1.0 / (dim as f32).sqrt();
-        let shape = QueryShape { isa: self.isa, group, factor, bf16: self.network.bf16 };
+        let shape = QueryShape {
+            isa: self.isa,
+            group,
+            factor: config.attention.factor,
+            cap: config.attention.cap,
+            window: config.attention.window(layer),
+            bf16: self.network.bf16,
+        };
         worker.each(self.plan.units.len(), |index| {
             let unit = self.plan.units[index];
             let seq = &self.plan.seqs[unit.seq];
@@ -394,11 +420,13 @@ impl Step<'_> {
 
     /// Adds a projection to the residual stream and norms the result for the next product.
     fn project(&self, worker: &Worker<'_>, scratch: &mut WorkerScratch, projection: Projection<'_>) {
-        let Projection { matrix, bias, x, norm } = projection;
+        let Projection { matrix, bias, x, norms } = projection;
         let out = self.rows.projected;
         // SAFETY: as in `product`.
         let product = unsafe { self.product_into(matrix, x, out, out.stride) };
-        if product.by_blocks() {
+        // A norm of the added values needs the whole row.
+        let added = product.by_blocks() && norms.post.is_none();
+        if added {
             worker.each(product.items(), |item| {
                 product.compute_blocks(None, self.isa, item, &mut scratch.slice, |panel| {
                     let PanelSums { rows, columns, sums, .. } = panel;
@@ -420,79 +448,39 @@ impl Step<'_> {
         } else {
             worker.each(product.items(), |item| product.compute(self.isa, item, &mut scratch.slice));
         }
-        let added = product.by_blocks();
-        let width = self.network.config.hidden;
         worker.each(self.plan.rows.len(), |index| {
-            // SAFETY: each row is claimed by one worker.
-            let (hidden, projected) =
-                unsafe { (self.rows.hidden.row(index, width), self.rows.projected.row(index, width)) };
             if !added {
+                // SAFETY: each row is claimed by one worker.
+                let projected = unsafe { self.rows.projected.row(index, self.network.config.hidden) };
                 if let Some(bias) = bias {
                     vector::add(self.isa, projected, bias);
                 }
-                vector::add(self.isa, hidden, projected);
+                self.add_to_residual(index, projected, norms.post);
             }
-            if let Some(norm) = norm {
-                // SAFETY: as above.
-                let normed = unsafe { self.rows.normed.wide.row(index, width) };
-                vector::rms_norm(self.isa, hidden, norm, self.network.config.norm_eps, normed);
-                // SAFETY: as above.
-                unsafe { self.rows.normed.finish(self.isa, index, 0, normed) };
-            }
+            self.norm_residual(index, norms.next);
         });
     }
 
-    /// `gate = silu(gate) * up`. Both products have the same items, and the worker that computes an item of both
-    /// activates it.
-    fn gate_up(&self, worker: &Worker<'_>, scratch: &mut WorkerScratch, layer: &CpuLayer) {
-        let (gate_rows, up_rows) = (self.rows.gate.wide, self.rows.up);
-        // SAFETY: as in `product`.
-        let (gate, up) = unsafe {
-            (
-                self.product_into(&layer.gate, self.rows.normed, gate_rows, gate_rows.stride),
-                self.product_into(&layer.up, self.rows.normed, up_rows, up_rows.stride),
-            )
-        };
-        let width = self.network.config.intermediate;
-        if gate.by_blocks() {
-            worker.each(gate.items(), |item| {
-                gate.compute_blocks(Some(&up), self.isa, item, &mut scratch.slice, |panel| {
-                    let PanelSums { rows, columns, sums: gate, second: up } = panel;
-                    if let Some((gate_bias, up_bias)) = &layer.gate_up_bias {
-                        add_to_each(self.isa, gate, &gate_bias[columns.clone()]);
-                        add_to_each(self.isa, up, &up_bias[columns.clone()]);
-                    }
-                    vector::silu_mul(self.isa, gate, up);
-                    // SAFETY: rows and columns of an item belong to it alone.
-                    unsafe {
-                        self.rows.gate.finish_panel(self.isa, rows.start, columns.start, columns.len(), gate);
-                    }
-                });
-            });
-            return;
+    /// Adds values to a row of the residual stream, which the caller has claimed.
+    fn add_to_residual(&self, index: usize, values: &mut [f32], post: Option<&[f32]>) {
+        if let Some(post) = post {
+            vector::rms_norm_in_place(self.isa, values, post, self.network.config.norm_eps);
         }
-        worker.each(gate.items(), |item| {
-            gate.compute(self.isa, item, &mut scratch.slice);
-            up.compute(self.isa, item, &mut scratch.slice);
-            let (item_rows, columns) = gate.extent(item);
-            let columns = columns.start..columns.end.min(width);
-            for row in item_rows {
-                // SAFETY: rows and columns of an item belong to it alone.
-                let (gate, up) = unsafe {
-                    (
-                        &mut gate_rows.row(row, width)[columns.clone()],
-                        &mut up_rows.row(row, width)[columns.clone()],
-                    )
-                };
-                if let Some((gate_bias, up_bias)) = &layer.gate_up_bias {
-                    vector::add(self.isa, gate, &gate_bias[columns.clone()]);
-                    vector::add(self.isa, up, &up_bias[columns.clone()]);
-                }
-                vector::silu_mul(self.isa, gate, up);
-                // SAFETY: as above.
-                unsafe { self.rows.gate.finish(self.isa, row, columns.start, gate) };
-            }
-        });
+        // SAFETY: the caller's claim.
+        let hidden = unsafe { self.rows.hidden.row(index, self.network.config.hidden) };
+        vector::add(self.isa, hidden, values);
+    }
+
+    /// Norms a row of the residual stream, which the caller has claimed, for the next product.
+    fn norm_residual(&self, index: usize, next: Option<&[f32]>) {
+        let (Some(next), config) = (next, &self.network.config) else { return };
+        // SAFETY: the caller's claim.
+        unsafe {
+            let hidden = self.rows.hidden.row(index, config.hidden);
+            let normed = self.rows.normed.wide.row(index, config.hidden);
+            vector::rms_norm(self.isa, hidden, next, config.norm_eps, normed);
+            self.rows.normed.finish(self.isa, index, 0, normed);
+        }
     }
 
     /// Final norm of the rows whose hidden states are wanted.
@@ -540,6 +528,13 @@ impl Step<'_> {
             )
         };
         worker.each(product.items(), |item| product.compute(self.isa, item, &mut scratch.slice));
+        if let Some(cap) = config.logit_cap {
+            worker.each(wanted.len(), |index| {
+                // SAFETY: each wanted row is claimed by one worker.
+                let logits = unsafe { self.logits.row(index, config.vocab) };
+                vector::soft_cap(self.isa, logits, 1.0, cap);
+            });
+        }
     }
 
     /// Keys and values of one of the model's KV heads.

@@ -6,7 +6,8 @@ use super::bf16::Bf16Unit;
 use super::matrix::{Matrix, WeightMode};
 use super::thread_pool::{JobPanicked, ThreadPool};
 use crate::model::ModelError;
-use crate::model::config::ModelConfig;
+use crate::model::config::{ModelConfig, Rope};
+use crate::model::tensors::{DenseTensors, MlpTensors, TensorRows};
 use crate::model::weights::{Tensor, WeightDtype, Weights, parameter_count};
 
 /// A loaded model.
@@ -18,15 +19,22 @@ pub(super) struct CpuNetwork {
     /// The output matrix; with tied embeddings also the embedding.
     pub(super) head: Matrix,
     embedding: Option<Embedding>,
-    /// Radians per position of each rotated pair.
-    pub(super) frequencies: Vec<f32>,
-    /// Multiplier of cos and sin.
-    pub(super) rope_factor: f32,
+    /// The ropes of the layers.
+    pub(super) ropes: Vec<RopeAngles>,
     /// The unit that multiplies in bfloat16 mode.
     pub(super) bf16: Option<Bf16Unit>,
 }
 
-/// One transformer layer. A bias is `None` if the model has none.
+/// The angles of one rope.
+#[derive(Debug)]
+pub(super) struct RopeAngles {
+    /// Radians per position of each rotated pair.
+    pub(super) frequencies: Vec<f32>,
+    /// Multiplier of cos and sin.
+    pub(super) factor: f32,
+}
+
+/// One transformer layer. A bias or norm is `None` if the model has none.
 #[derive(Debug)]
 pub(super) struct CpuLayer {
     pub(super) attention_norm: Vec<f32>,
@@ -35,14 +43,39 @@ pub(super) struct CpuLayer {
     pub(super) qkv_bias: Option<Vec<f32>>,
     /// Weights of the norms of each head of q and of k.
     pub(super) qk_norm: Option<(Vec<f32>, Vec<f32>)>,
+    /// The rope's index.
+    pub(super) rope: usize,
     pub(super) output: Matrix,
     pub(super) output_bias: Option<Vec<f32>>,
+    /// The norm of attention's output before it is added.
+    pub(super) attention_post_norm: Option<Vec<f32>>,
     pub(super) mlp_norm: Vec<f32>,
+    pub(super) mlp: CpuMlp,
+    /// The norm of the feed-forward layer's output before it is added.
+    pub(super) mlp_post_norm: Option<Vec<f32>>,
+}
+
+/// A feed-forward layer.
+#[derive(Debug)]
+pub(super) enum CpuMlp {
+    Dense(CpuDense),
+    Experts { router: Matrix, experts: Vec<CpuDense> },
+}
+
+/// One feed-forward network.
+#[derive(Debug)]
+pub(super) struct CpuDense {
     pub(super) gate: Matrix,
     pub(super) up: Matrix,
     pub(super) gate_up_bias: Option<(Vec<f32>, Vec<f32>)>,
     pub(super) down: Matrix,
     pub(super) down_bias: Option<Vec<f32>>,
+}
+
+impl CpuDense {
+    fn bytes(&self) -> usize {
+        self.gate.bytes() + self.up.bytes() + self.down.bytes()
+    }
 }
 
 /// Rows of an embedding that is not the output matrix, in the checkpoint's precision.
@@ -61,31 +94,38 @@ impl CpuNetwork {
         threads: &mut ThreadPool,
         progress: &mut dyn FnMut(WeightLoadProgress),
     ) -> Result<Self, ModelError> {
-        let arena = WeightArena::default();
-        let mut loader = CpuLoader { weights, mode, unit, threads, arena, progress, done: 0, total: 0 };
+        let (arena, norm_offset) = (WeightArena::default(), config.spec.norm_offset);
+        let mut loader =
+            CpuLoader { weights, mode, unit, norm_offset, threads, arena, progress, done: 0, total: 0 };
         let (hidden, vocab) = (config.hidden, config.vocab);
-        const EMBEDDING: &str = "model.embed_tokens.weight";
-        let embedding = loader.weights.tensor(EMBEDDING, &[vocab, hidden])?;
+        let (names, prefix) = (&config.spec.tensors, config.spec.prefix());
+        let weight = |part: &str| format!("{prefix}{part}.weight");
+        let name = weight(names.embedding);
+        let embedding = loader.weights.tensor(&name, &[vocab, hidden])?;
         // An estimate from the first tensor's bytes for each value. Progress is only displayed.
         let size = embedding.bytes() as f64 / (vocab * hidden) as f64;
         loader.total = (parameter_count(config) as f64 * size) as u64;
         let (embedding, head) = if config.tied {
             drop(embedding);
-            (None, loader.matrix(&[(EMBEDDING, vocab)], hidden)?)
+            (None, loader.whole_matrix(&name, vocab, hidden)?)
         } else {
             let rows = loader.embedding(&embedding, vocab * hidden);
             drop(embedding);
-            (Some(rows), loader.matrix(&[("lm_head.weight", vocab)], hidden)?)
+            (Some(rows), loader.whole_matrix(&weight(names.head), vocab, hidden)?)
         };
         let layers =
             (0..config.layers).map(|layer| loader.layer(config, layer)).collect::<Result<Vec<_>, _>>()?;
+        let ropes = [Some(&config.attention.rope), config.attention.local_rope.as_ref()];
+        let angles = |rope: &Rope| RopeAngles {
+            frequencies: rope.frequencies(config.attention.rotary_dim),
+            factor: rope.attention_factor(),
+        };
         Ok(Self {
             layers,
-            final_norm: loader.vector("model.norm.weight", hidden)?,
+            final_norm: loader.norm(&weight(names.final_norm), hidden)?,
             head,
             embedding,
-            frequencies: config.rope.frequencies(config.head_dim),
-            rope_factor: config.rope.attention_factor(),
+            ropes: ropes.into_iter().flatten().map(angles).collect(),
             config: config.clone(),
             bf16: (mode == WeightMode::Bf16).then_some(unit),
         })
@@ -105,13 +145,17 @@ impl CpuNetwork {
         }
     }
 
-    /// Bytes of the matrices that every step reads.
+    /// Bytes of the matrices that a step of one token reads.
     pub(super) fn streamed_bytes(&self) -> usize {
+        let per_token = self.config.mlp.experts.as_ref().map_or(0, |experts| experts.per_token);
         let layer = |layer: &CpuLayer| {
-            [&layer.qkv, &layer.output, &layer.gate, &layer.up, &layer.down]
-                .map(Matrix::bytes)
-                .iter()
-                .sum::<usize>()
+            let mlp = match &layer.mlp {
+                CpuMlp::Dense(dense) => dense.bytes(),
+                CpuMlp::Experts { router, experts } => {
+                    router.bytes() + experts.iter().take(per_token).map(CpuDense::bytes).sum::<usize>()
+                }
+            };
+            layer.qkv.bytes() + layer.output.bytes() + mlp
         };
         self.layers.iter().map(layer).sum::<usize>() + self.head.bytes()
     }
@@ -121,6 +165,8 @@ struct CpuLoader<'a> {
     weights: &'a Weights,
     mode: WeightMode,
     unit: Bf16Unit,
+    /// Added to the weights of norms.
+    norm_offset: f32,
     threads: &'a mut ThreadPool,
     arena: WeightArena,
     progress: &'a mut dyn FnMut(WeightLoadProgress),
@@ -130,39 +176,64 @@ struct CpuLoader<'a> {
 
 impl CpuLoader<'_> {
     fn layer(&mut self, config: &ModelConfig, layer: usize) -> Result<CpuLayer, ModelError> {
-        let (hidden, inter) = (config.hidden, config.intermediate);
-        let (query, kv) = (config.query_width(), config.kv_width());
-        let name = |part: &str| format!("model.layers.{layer}.{part}");
-        let attention = |part: &str| name(&format!("self_attn.{part}"));
-        let qkv = [("q_proj", query), ("k_proj", kv), ("v_proj", kv)];
-        let weights = qkv.map(|(part, width)| (attention(&format!("{part}.weight")), width));
-        let qkv_bias = if config.qkv_bias {
-            let mut all = Vec::with_capacity(query + 2 * kv);
-            for (part, width) in qkv {
-                all.extend(self.vector(&attention(&format!("{part}.bias")), width)?);
-            }
-            Some(all)
-        } else {
-            None
+        let (hidden, dim) = (config.hidden, config.head_dim);
+        let names = config.layer_tensors(layer);
+        let qkv_bias = names.qkv_bias.as_ref().map(|parts| self.vectors(parts)).transpose()?;
+        let qk_norm = match &names.qk_norm {
+            Some([q, k]) => Some((self.norm(q, dim)?, self.norm(k, dim)?)),
+            None => None,
         };
-        let q_norm = self.optional(config.qk_norm(), &attention("q_norm.weight"), config.head_dim)?;
-        let k_norm = self.optional(config.qk_norm(), &attention("k_norm.weight"), config.head_dim)?;
-        let gate_bias = self.optional(config.mlp_bias, &name("mlp.gate_proj.bias"), inter)?;
-        let up_bias = self.optional(config.mlp_bias, &name("mlp.up_proj.bias"), inter)?;
+        let has_window = config.attention.window(layer).is_some();
         Ok(CpuLayer {
-            attention_norm: self.vector(&name("input_layernorm.weight"), hidden)?,
-            qkv: self.matrix(&weights.each_ref().map(|(name, width)| (name.as_str(), *width)), hidden)?,
+            attention_norm: self.norm(&names.attention_norm, hidden)?,
+            qkv: self.matrix(&names.qkv, hidden)?,
             qkv_bias,
-            qk_norm: q_norm.zip(k_norm),
-            output: self.matrix(&[(&attention("o_proj.weight"), hidden)], query)?,
-            output_bias: self.optional(config.output_bias, &attention("o_proj.bias"), hidden)?,
-            mlp_norm: self.vector(&name("post_attention_layernorm.weight"), hidden)?,
-            gate: self.matrix(&[(&name("mlp.gate_proj.weight"), inter)], hidden)?,
-            up: self.matrix(&[(&name("mlp.up_proj.weight"), inter)], hidden)?,
-            gate_up_bias: gate_bias.zip(up_bias),
-            down: self.matrix(&[(&name("mlp.down_proj.weight"), hidden)], inter)?,
-            down_bias: self.optional(config.mlp_bias, &name("mlp.down_proj.bias"), hidden)?,
+            qk_norm,
+            rope: usize::from(has_window && config.attention.local_rope.is_some()),
+            output: self.whole_matrix(&names.output, hidden, config.query_width())?,
+            output_bias: self.optional(names.output_bias.as_ref(), hidden)?,
+            attention_post_norm: self.optional_norm(names.attention_post_norm.as_ref(), hidden)?,
+            mlp_norm: self.norm(&names.mlp_norm, hidden)?,
+            mlp: match &names.mlp {
+                MlpTensors::Dense(dense) => CpuMlp::Dense(self.dense(dense, hidden)?),
+                MlpTensors::Experts { router, experts } => CpuMlp::Experts {
+                    router: self.router(router, experts.len(), hidden)?,
+                    experts: experts
+                        .iter()
+                        .map(|expert| self.dense(expert, hidden))
+                        .collect::<Result<Vec<_>, _>>()?,
+                },
+            },
+            mlp_post_norm: self.optional_norm(names.mlp_post_norm.as_ref(), hidden)?,
         })
+    }
+
+    fn dense(&mut self, names: &DenseTensors, hidden: usize) -> Result<CpuDense, ModelError> {
+        let [gate, up] = &names.gate_up;
+        let gate_up_bias = match &names.gate_up_bias {
+            Some([gate, up]) => {
+                Some((self.vectors(std::slice::from_ref(gate))?, self.vectors(std::slice::from_ref(up))?))
+            }
+            None => None,
+        };
+        Ok(CpuDense {
+            gate: self.matrix(std::slice::from_ref(gate), hidden)?,
+            up: self.matrix(std::slice::from_ref(up), hidden)?,
+            gate_up_bias,
+            down: self.whole_matrix(&names.down, hidden, names.intermediate)?,
+            down_bias: self.optional(names.down_bias.as_ref(), hidden)?,
+        })
+    }
+
+    /// The matrix of a router. It is small and decides which experts compute a row, so it is not quantized.
+    fn router(&mut self, name: &str, experts: usize, hidden: usize) -> Result<Matrix, ModelError> {
+        let mode = self.mode;
+        if mode == WeightMode::Int8 {
+            self.mode = WeightMode::Stored;
+        }
+        let router = self.whole_matrix(name, experts, hidden);
+        self.mode = mode;
+        router
     }
 
     fn vector(&mut self, name: &str, len: usize) -> Result<Vec<f32>, ModelError> {
@@ -173,21 +244,53 @@ impl CpuLoader<'_> {
         Ok(values)
     }
 
-    fn optional(&mut self, has: bool, name: &str, len: usize) -> Result<Option<Vec<f32>>, ModelError> {
-        if has { self.vector(name, len).map(Some) } else { Ok(None) }
+    /// The vectors of all parts, in order.
+    fn vectors(&mut self, parts: &[TensorRows]) -> Result<Vec<f32>, ModelError> {
+        let mut all = Vec::new();
+        for TensorRows { name, total, first, count } in parts {
+            let tensor = self.weights.tensor(name, &[*total])?.into_part(*first, *count);
+            let start = all.len();
+            all.resize(start + count, 0.0);
+            tensor.read_f32(0, &mut all[start..]);
+            self.count(tensor.bytes());
+        }
+        Ok(all)
     }
 
-    fn matrix(&mut self, parts: &[(&str, usize)], inputs: usize) -> Result<Matrix, ModelError> {
+    fn optional(&mut self, name: Option<&String>, len: usize) -> Result<Option<Vec<f32>>, ModelError> {
+        name.map(|name| self.vector(name, len)).transpose()
+    }
+
+    /// The weights of a norm, with the family's offset.
+    fn norm(&mut self, name: &str, len: usize) -> Result<Vec<f32>, ModelError> {
+        let mut weights = self.vector(name, len)?;
+        if self.norm_offset != 0.0 {
+            weights.iter_mut().for_each(|weight| *weight += self.norm_offset);
+        }
+        Ok(weights)
+    }
+
+    fn optional_norm(&mut self, name: Option<&String>, len: usize) -> Result<Option<Vec<f32>>, ModelError> {
+        name.map(|name| self.norm(name, len)).transpose()
+    }
+
+    fn whole_matrix(&mut self, name: &str, outputs: usize, inputs: usize) -> Result<Matrix, ModelError> {
+        let rows = TensorRows { name: name.to_owned(), total: outputs, first: 0, count: outputs };
+        self.matrix(&[rows], inputs)
+    }
+
+    fn matrix(&mut self, parts: &[TensorRows], inputs: usize) -> Result<Matrix, ModelError> {
         let mut tensors = Vec::with_capacity(parts.len());
-        for (name, outputs) in parts {
-            tensors.push((self.weights.tensor(name, &[*outputs, inputs])?, *outputs));
+        for TensorRows { name, total, first, count } in parts {
+            let tensor = self.weights.tensor(name, &[*total, inputs])?;
+            tensors.push((tensor.into_part(first * inputs, count * inputs), *count));
         }
         let bytes = tensors.iter().map(|(tensor, _)| tensor.bytes()).sum();
         let packed = Matrix::pack(self.threads, &mut self.arena, &tensors, inputs, self.mode, self.unit);
         self.count(bytes);
         // A read beyond a mapped file's end raises a signal, not a panic. This error is a damaged header that passed
         // the checks.
-        packed.map_err(|JobPanicked(what)| ModelError::Malformed { file: parts[0].0.to_owned(), what })
+        packed.map_err(|JobPanicked(what)| ModelError::Malformed { file: parts[0].name.clone(), what })
     }
 
     fn embedding(&mut self, tensor: &Tensor<'_>, len: usize) -> Embedding {

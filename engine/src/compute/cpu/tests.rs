@@ -4,6 +4,7 @@ use baton_connector::BlockId;
 
 use super::*;
 use crate::compute::LogitsRequest;
+use crate::model::config::AttentionConfig;
 use crate::model::generation::GenerationDefaults;
 use crate::model::weights::Weights;
 
@@ -18,6 +19,34 @@ fn config(family: &str) -> ModelConfig {
             "vocab_size": 150, "eos_token_id": 1 }}"#
     );
     ModelConfig::parse(text.as_bytes(), GenerationDefaults::default()).unwrap()
+}
+
+/// One model of each family whose layers differ from Llama's, with windows and soft caps that change the result.
+fn unlike_llama() -> Vec<(&'static str, ModelConfig)> {
+    let of = |architecture: &'static str, more: &str| {
+        let text = format!(
+            r#"{{"architectures": ["{architecture}ForCausalLM"], "hidden_size": 72, "num_hidden_layers": 3,
+                "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 100,
+                "vocab_size": 150, "eos_token_id": 1 {more} }}"#
+        );
+        (architecture, ModelConfig::parse(text.as_bytes(), GenerationDefaults::default()).unwrap())
+    };
+    vec![
+        of("Mistral", r#", "sliding_window": 13"#),
+        of("Phi3", r#", "partial_rotary_factor": 0.75, "sliding_window": 33"#),
+        of(
+            "Gemma2",
+            r#", "sliding_window": 9, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 1.5,
+                "final_logit_softcapping": 2.0"#,
+        ),
+        of("Gemma3", r#", "sliding_window": 40, "sliding_window_pattern": 2"#),
+        of(
+            "Qwen3Moe",
+            r#", "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 44, "norm_topk_prob": true,
+                "mlp_only_layers": [1]"#,
+        ),
+        of("Mixtral", r#", "num_local_experts": 4, "num_experts_per_tok": 2"#),
+    ]
 }
 
 fn executor(config: &ModelConfig, change: impl FnOnce(&mut CpuOptions)) -> CpuExecutor {
@@ -83,6 +112,48 @@ fn chunks_threads_blocks_and_instruction_sets_change_no_bit() {
             assert!(other == whole, "{family} on {isa:?}");
         }
     }
+}
+
+#[test]
+fn windows_caps_and_experts_change_no_bit_in_any_mode() {
+    // More rows than one block of rows of a product, for experts too.
+    let prompt = tokens(3, 70);
+    for (family, config) in unlike_llama() {
+        let exact = keeps_its_bits(family, &config, &prompt, |_| ());
+        assert!(exact.iter().all(|bits| f32::from_bits(*bits).is_finite()), "{family}");
+        let ranks = in_chunks(&mut executor(&config, |options| options.kv_ranks = 2), &prompt, 20);
+        assert!(ranks == exact, "{family} in 2 ranks");
+        let int8 = |options: &mut CpuOptions| options.weights = WeightMode::Int8;
+        keeps_its_bits(&format!("{family}, int8"), &config, &prompt, int8);
+        let mut before = None;
+        for unit in Bf16Unit::available() {
+            let change = |options: &mut CpuOptions| {
+                (options.weights, options.bf16_unit) = (WeightMode::Bf16, unit);
+                options.kv_dtype = KvDtype::Bf16;
+            };
+            let whole = keeps_its_bits(&format!("{family}, {unit:?}"), &config, &prompt, change);
+            assert!(
+                before.as_ref().is_none_or(|before| *before == whole),
+                "{family}: {unit:?} is unlike others"
+            );
+            before = Some(whole);
+        }
+    }
+}
+
+#[test]
+fn a_window_hides_the_keys_before_it() {
+    let (_, config) = unlike_llama().swap_remove(0);
+    let wide = ModelConfig {
+        attention: AttentionConfig { windows: vec![None; 3], ..config.attention.clone() },
+        ..config.clone()
+    };
+    let prompt = tokens(5, 40);
+    let [narrow, wide] = [config, wide].map(|config| in_chunks(&mut executor(&config, |_| ()), &prompt, 40));
+    let vocab = narrow.len() / 40;
+    // Up to the thirteenth position a window of 13 contains every key.
+    assert!(narrow[..13 * vocab] == wide[..13 * vocab]);
+    assert!((13..40).all(|row| narrow[row * vocab..][..vocab] != wide[row * vocab..][..vocab]));
 }
 
 fn furthest(some: &[u32], others: &[u32]) -> f32 {
@@ -186,11 +257,15 @@ fn long_contexts_in_bfloat16_are_exact_about_chunks_and_units_too() {
 
 #[test]
 fn prefill_chunks_and_decode_rows_share_a_step_without_touching_each_other() {
-    let config = config("Qwen3");
+    shares_a_step(&config("Qwen3"));
+    unlike_llama().iter().for_each(|(_, config)| shares_a_step(config));
+}
+
+fn shares_a_step(config: &ModelConfig) {
     let (long, short) = (tokens(1, 50), tokens(9, 20));
-    let alone = |prompt: &[u32]| in_chunks(&mut executor(&config, |_| ()), prompt, prompt.len());
+    let alone = |prompt: &[u32]| in_chunks(&mut executor(config, |_| ()), prompt, prompt.len());
     let (long_alone, short_alone) = (alone(&long), alone(&short));
-    let mut executor = executor(&config, |_| ());
+    let mut executor = executor(config, |_| ());
     let (long_table, short_table) = (blocks(10, 7), blocks(30, 3));
     let mut logits = Logits::default();
     let vocab = config.vocab;

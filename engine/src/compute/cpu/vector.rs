@@ -37,6 +37,23 @@ fn exp(x: f32) -> f32 {
     e * f32::from_bits((power.wrapping_add(127) << 23) as u32)
 }
 
+/// The hyperbolic tangent, within 3 units in the last place; NaN stays NaN.
+///
+/// Cephes' `tanhf`: a polynomial near zero, `exp` elsewhere. Both are computed and one is selected, so that the compiler
+/// can vectorize it.
+#[inline(always)]
+#[allow(clippy::excessive_precision, reason = "the constants as published")]
+fn tanh(x: f32) -> f32 {
+    let z = x * x;
+    let p = (-5.704_988_727_45e-3_f32).mul_add(z, 2.063_908_879_54e-2);
+    let p = p.mul_add(z, -5.373_971_555_31e-2);
+    let p = p.mul_add(z, 1.333_144_220_36e-1);
+    let p = p.mul_add(z, -3.333_328_194_22e-1);
+    let near = (p * z).mul_add(x, x);
+    let far = (1.0 - 2.0 / (exp(2.0 * x.abs()) + 1.0)).copysign(x);
+    if x.abs() < 0.625 { near } else { far }
+}
+
 /// The lanes of a sum, added pairwise.
 #[inline(always)]
 fn add_lanes(mut lanes: [f32; LANES]) -> f32 {
@@ -119,6 +136,46 @@ for_each_isa! {
 }
 
 for_each_isa! {
+    /// `gate = gelu(gate) * up`, with the approximation of GELU by a hyperbolic tangent.
+    pub(super) fn gelu_mul(gate: &mut [f32], up: &[f32]) {
+        // The root of 2 / pi.
+        const SCALE: f32 = 0.797_884_6;
+        for (gate, up) in gate.iter_mut().zip(up) {
+            let x = *gate;
+            let inner = SCALE * (x + 0.044_715 * (x * x * x));
+            *gate = 0.5 * x * (1.0 + tanh(inner)) * up;
+        }
+    }
+}
+
+for_each_isa! {
+    /// `x = cap * tanh(factor * x / cap)`.
+    pub(super) fn soft_cap(x: &mut [f32], factor: f32, cap: f32) {
+        for x in x {
+            *x = cap * tanh(*x * factor / cap);
+        }
+    }
+}
+
+for_each_isa! {
+    /// `x += factor * y`, rounded twice.
+    pub(super) fn add_scaled(x: &mut [f32], y: &[f32], factor: f32) {
+        for (x, y) in x.iter_mut().zip(y) {
+            *x += y * factor;
+        }
+    }
+}
+
+for_each_isa! {
+    /// `x *= factor`.
+    pub(super) fn scale(x: &mut [f32], factor: f32) {
+        for x in x {
+            *x *= factor;
+        }
+    }
+}
+
+for_each_isa! {
     /// Rotates the pairs `(x[i], x[i + half])` of one head by the given angles' cosines and sines.
     pub(super) fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32]) {
         let (low, high) = head.split_at_mut(cos.len());
@@ -181,6 +238,33 @@ mod tests {
     }
 
     #[test]
+    fn tanh_and_gelu_are_accurate_to_a_few_units_in_the_last_place() {
+        for i in -12_000..12_000 {
+            let x = i as f32 / 1000.0;
+            let exact = f64::from(x).tanh();
+            let error = (f64::from(tanh(x)) - exact).abs();
+            assert!(error <= 3e-7 * exact.abs(), "tanh({x}) is off by {error:e}");
+            let mut gate = [x];
+            gelu_mul(Isa::Portable, &mut gate, &[2.0]);
+            let wide = f64::from(x);
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (wide + 0.044_715 * wide.powi(3));
+            let exact = wide * (1.0 + inner.tanh());
+            assert!((f64::from(gate[0]) - exact).abs() <= 2e-6 * wide.abs().max(1e-3), "gelu({x})");
+        }
+        assert_eq!((tanh(0.0), tanh(90.0), tanh(-90.0)), (0.0, 1.0, -1.0));
+        assert!(tanh(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn soft_caps_bound_their_values() {
+        let mut values = [-1e6, -0.5, 0.0, 0.5, 1e6];
+        soft_cap(Isa::detect(), &mut values, 2.0, 5.0);
+        assert_eq!((values[0], values[2], values[4]), (-5.0, 0.0, 5.0));
+        assert!((f64::from(values[3]) - 5.0 * 0.2_f64.tanh()).abs() < 1e-6, "{values:?}");
+        assert_eq!(values[1], -values[3]);
+    }
+
+    #[test]
     fn every_instruction_set_gives_the_same_bits() {
         for len in [1, 15, 16, 17, 64, 1000] {
             let (x, y) = (ramp(len), ramp(len + 7)[7..].to_vec());
@@ -191,8 +275,13 @@ mod tests {
                     rms_norm(isa, &x, &y, 1e-5, &mut norm);
                     silu_mul(isa, &mut act, &y);
                     let sum = softmax_numerators(isa, &mut soft, 0.125);
+                    let (mut gelu, mut capped) = (x.clone(), x.clone());
+                    gelu_mul(isa, &mut gelu, &y);
+                    soft_cap(isa, &mut capped, 0.7, 3.0);
+                    add_scaled(isa, &mut capped, &gelu, 0.3);
+                    scale(isa, &mut capped, 1.7);
                     let bits = |v: &[f32]| v.iter().map(|f| f.to_bits()).collect::<Vec<_>>();
-                    (bits(&norm), bits(&act), bits(&soft), sum.to_bits())
+                    (bits(&norm), bits(&act), bits(&soft), bits(&capped), sum.to_bits())
                 })
                 .collect();
             assert!(all.iter().all(|one| *one == all[0]), "length {len}");

@@ -6,6 +6,7 @@ use super::device::{Device, DeviceError, DeviceSlice, Element, HostBuffer, HostS
 use crate::compute::cpu::WeightLoadProgress;
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
+use crate::model::tensors::{MlpTensors, TensorRows};
 use crate::model::weights::{Tensor, WeightDtype, Weights, parameter_count};
 
 /// Bytes that are converted and copied at a time.
@@ -69,16 +70,14 @@ impl CudaNetwork {
         let mut loader = CudaLoader::new(device, on, weights, element, progress)?;
         loader.total = (parameter_count(config) * element.bytes()) as u64;
         let (hidden, vocab) = (config.hidden, config.vocab);
-        const EMBEDDING: &str = "model.embed_tokens.weight";
-        let embedding = loader.matrix(&[(EMBEDDING.into(), vocab)], hidden)?;
-        let head = if config.tied {
-            embedding
-        } else {
-            loader.matrix(&[("lm_head.weight".into(), vocab)], hidden)?
-        };
+        let (names, prefix) = (&config.spec.tensors, config.spec.prefix());
+        let weight = |part: &str| format!("{prefix}{part}.weight");
+        let embedding = loader.whole_matrix(weight(names.embedding), vocab, hidden)?;
+        let head =
+            if config.tied { embedding } else { loader.whole_matrix(weight(names.head), vocab, hidden)? };
         let layers = (0..config.layers).map(|layer| loader.layer(config, layer));
         let layers = layers.collect::<Result<Vec<_>, _>>()?;
-        let final_norm = loader.vector(&[("model.norm.weight".into(), hidden)])?;
+        let final_norm = loader.whole_vector(&weight(names.final_norm), hidden)?;
         let angles = loader.angles(config, positions)?;
         loader.finish()?;
         Ok(Self { layers, embedding, final_norm, head, angles, bytes: loader.taken })
@@ -127,63 +126,72 @@ impl<'a> CudaLoader<'a> {
     }
 
     fn layer(&mut self, config: &ModelConfig, layer: usize) -> Result<CudaLayer, LoadError> {
-        let (hidden, inter) = (config.hidden, config.intermediate);
-        let (query, kv) = (config.query_width(), config.kv_width());
-        let name = |part: &str| format!("model.layers.{layer}.{part}");
-        let qkv = [("q_proj", query), ("k_proj", kv), ("v_proj", kv)];
-        let of_qkv = |kind: &str| qkv.map(|(part, width)| (name(&format!("self_attn.{part}.{kind}")), width));
-        let of_mlp =
-            |kind: &str| ["gate_proj", "up_proj"].map(|part| (name(&format!("mlp.{part}.{kind}")), inter));
-        let of_heads = |part: &str| [(name(&format!("self_attn.{part}.weight")), config.head_dim)];
-        let q_norm = self.optional(config.qk_norm(), &of_heads("q_norm"))?;
-        let k_norm = self.optional(config.qk_norm(), &of_heads("k_norm"))?;
+        let (hidden, dim) = (config.hidden, config.head_dim);
+        let names = config.layer_tensors(layer);
+        // Refused before, see `supported`.
+        let MlpTensors::Dense(mlp) = names.mlp else {
+            return Err(LoadError::Unsupported("experts are not computed".into()));
+        };
+        let qk_norm = match &names.qk_norm {
+            Some([q, k]) => Some((self.whole_vector(q, dim)?, self.whole_vector(k, dim)?)),
+            None => None,
+        };
         Ok(CudaLayer {
-            attention_norm: self.vector(&[(name("input_layernorm.weight"), hidden)])?,
-            qkv: self.matrix(&of_qkv("weight"), hidden)?,
-            qkv_bias: self.optional(config.qkv_bias, &of_qkv("bias"))?,
-            qk_norm: q_norm.zip(k_norm),
-            output: self.matrix(&[(name("self_attn.o_proj.weight"), hidden)], query)?,
-            output_bias: self.optional(config.output_bias, &[(name("self_attn.o_proj.bias"), hidden)])?,
-            mlp_norm: self.vector(&[(name("post_attention_layernorm.weight"), hidden)])?,
-            gate_up: self.matrix(&of_mlp("weight"), hidden)?,
-            gate_up_bias: self.optional(config.mlp_bias, &of_mlp("bias"))?,
-            down: self.matrix(&[(name("mlp.down_proj.weight"), hidden)], inter)?,
-            down_bias: self.optional(config.mlp_bias, &[(name("mlp.down_proj.bias"), hidden)])?,
+            attention_norm: self.whole_vector(&names.attention_norm, hidden)?,
+            qkv: self.matrix(&names.qkv, hidden)?,
+            qkv_bias: names.qkv_bias.as_ref().map(|parts| self.vector(parts)).transpose()?,
+            qk_norm,
+            output: self.whole_matrix(names.output, hidden, config.query_width())?,
+            output_bias: self.optional(names.output_bias.as_deref(), hidden)?,
+            mlp_norm: self.whole_vector(&names.mlp_norm, hidden)?,
+            gate_up: self.matrix(&mlp.gate_up, hidden)?,
+            gate_up_bias: mlp.gate_up_bias.as_ref().map(|parts| self.vector(parts)).transpose()?,
+            down: self.whole_matrix(mlp.down, hidden, mlp.intermediate)?,
+            down_bias: self.optional(mlp.down_bias.as_deref(), hidden)?,
         })
     }
 
     /// Matrices with the same inputs, their rows in sequence.
-    fn matrix(&mut self, parts: &[(String, usize)], inputs: usize) -> Result<DeviceSlice, LoadError> {
-        let rows: usize = parts.iter().map(|(_, rows)| rows).sum();
+    fn matrix(&mut self, parts: &[TensorRows], inputs: usize) -> Result<DeviceSlice, LoadError> {
+        let rows: usize = parts.iter().map(|part| part.count).sum();
         let to = self.room(rows * inputs * self.element.bytes())?;
         let mut at = 0;
-        for (name, rows) in parts {
-            let tensor = self.weights.tensor(name, &[*rows, inputs])?;
-            at += self.upload(&tensor, rows * inputs, self.element, to, at)?;
+        for TensorRows { name, total, first, count } in parts {
+            let tensor = self.weights.tensor(name, &[*total, inputs])?;
+            let tensor = tensor.into_part(first * inputs, count * inputs);
+            at += self.upload(&tensor, count * inputs, self.element, to, at)?;
         }
         Ok(to)
+    }
+
+    fn whole_matrix(&mut self, name: String, rows: usize, inputs: usize) -> Result<DeviceSlice, LoadError> {
+        self.matrix(&[TensorRows { name, total: rows, first: 0, count: rows }], inputs)
     }
 
     /// Vectors in sequence, in f32.
-    fn vector(&mut self, parts: &[(String, usize)]) -> Result<DeviceSlice, LoadError> {
-        let len: usize = parts.iter().map(|(_, len)| len).sum();
+    fn vector(&mut self, parts: &[TensorRows]) -> Result<DeviceSlice, LoadError> {
+        let len: usize = parts.iter().map(|part| part.count).sum();
         let to = self.room(len * 4)?;
         let mut at = 0;
-        for (name, len) in parts {
-            let tensor = self.weights.tensor(name, &[*len])?;
-            at += self.upload(&tensor, *len, Element::F32, to, at)?;
+        for TensorRows { name, total, first, count } in parts {
+            let tensor = self.weights.tensor(name, &[*total])?.into_part(*first, *count);
+            at += self.upload(&tensor, *count, Element::F32, to, at)?;
         }
         Ok(to)
     }
 
-    fn optional(&mut self, has: bool, parts: &[(String, usize)]) -> Result<Option<DeviceSlice>, LoadError> {
-        if has { self.vector(parts).map(Some) } else { Ok(None) }
+    fn whole_vector(&mut self, name: &str, len: usize) -> Result<DeviceSlice, LoadError> {
+        self.vector(&[TensorRows { name: name.to_owned(), total: len, first: 0, count: len }])
+    }
+
+    fn optional(&mut self, name: Option<&str>, len: usize) -> Result<Option<DeviceSlice>, LoadError> {
+        name.map(|name| self.whole_vector(name, len)).transpose()
     }
 
     /// The same values as in the CPU executor: the angle rounded to f32, its sine and cosine exact.
     fn angles(&mut self, config: &ModelConfig, positions: usize) -> Result<DeviceSlice, LoadError> {
-        let (frequencies, factor) =
-            (config.rope.frequencies(config.head_dim), config.rope.attention_factor());
+        let rope = &config.attention.rope;
+        let (frequencies, factor) = (rope.frequencies(config.head_dim), rope.attention_factor());
         let to = self.room(positions * config.head_dim * 4)?;
         let at_once = STAGING_BYTES / (config.head_dim * 4);
         for first in (0..positions).step_by(at_once) {

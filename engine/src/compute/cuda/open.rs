@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use super::device::Element;
 use super::driver::CudaDevice;
-use super::{CudaExecutor, DeviceOptions, LoadError, cubins, kernels};
+use super::{CudaExecutor, DeviceOptions, LoadError, cubins, supported};
 use crate::compute::Executor;
 use crate::compute::cpu::WeightLoadProgress;
 use crate::model::config::ModelConfig;
@@ -120,7 +120,7 @@ pub fn open(
     progress: &mut dyn FnMut(WeightLoadProgress),
 ) -> Result<Box<dyn Executor>, LoadError> {
     let (element, head_dim): (Element, usize) = (options.element, config.head_dim);
-    kernels::supported(element, head_dim).map_err(LoadError::Unsupported)?;
+    supported::computed(config, element).map_err(LoadError::Unsupported)?;
     Ok(match accelerator {
         Accelerator::Cuda(ordinal) => {
             let device = CudaDevice::open(ordinal, element, head_dim, cubins::folder().as_deref())?;

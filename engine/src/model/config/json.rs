@@ -36,6 +36,20 @@ impl<'a> JsonFields<'a> {
         self.map.get(name).filter(|value| !value.is_null())
     }
 
+    /// Whether the field is there, possibly as `null`.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.map.contains_key(name)
+    }
+
+    /// A number above 0.
+    pub(crate) fn positive(&self, name: &str) -> Result<Option<f64>, ModelError> {
+        match self.number(name)? {
+            Some(value) if value > 0.0 && value.is_finite() => Ok(Some(value)),
+            Some(value) => Err(self.malformed(format!("{name} {value} must be positive"))),
+            None => Ok(None),
+        }
+    }
+
     pub(crate) fn flag(&self, name: &str) -> Result<Option<bool>, ModelError> {
         self.typed(name, "true or false", Value::as_bool)
     }

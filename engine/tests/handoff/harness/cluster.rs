@@ -29,6 +29,13 @@ pub(crate) const LLAMA_GGUF: &str = "llama3-gguf";
 /// A Qwen 2 in a GGUF file, with types of blocks of 32 values, F16 and BF16.
 pub(crate) const QWEN2_GGUF: &str = "qwen2-gguf";
 
+/// A Mistral with a window in every layer, in bf16.
+pub(crate) const MISTRAL: &str = "mistral-bf16";
+/// A Gemma 3 with windows in every second layer and two ropes, in bf16.
+pub(crate) const GEMMA3: &str = "gemma3-bf16";
+/// A Qwen 3 with experts in two of three layers, in bf16.
+pub(crate) const QWEN3_MOE: &str = "qwen3moe-bf16";
+
 /// All blocks must be free within this time after the last request.
 const FREED_WITHIN: Duration = Duration::from_secs(20);
 

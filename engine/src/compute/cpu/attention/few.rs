@@ -16,6 +16,8 @@ use std::arch::x86_64::{
     _mm512_unpacklo_pd, _mm512_unpacklo_ps,
 };
 
+use std::ops::Range;
+
 use baton_connector::layout::KvDtype;
 
 use super::{HeadCache, KvHalf};
@@ -125,45 +127,45 @@ macro_rules! by_rows {
 
 pub(super) mod in_bf16;
 
-/// Scores of `rows` queries, which are contiguous in `queries`, with the first `context` keys. Scores up to the next
-/// multiple of sixteen are written too, without a meaning.
+/// Scores of `rows` queries, which are contiguous in `queries`, with a range of keys. It begins at a multiple of the
+/// block and of 32. Scores up to the next multiple of sixteen are written too, without a meaning.
 ///
 /// # Safety
-/// [`suits`]; keys of all slots in the blocks may be read, and no other code writes those up to `context` meanwhile.
+/// [`suits`]; keys of all slots in the blocks may be read, and no other code writes those of the range meanwhile.
 pub(super) unsafe fn scores(
     cache: &HeadCache<'_>,
-    context: usize,
+    range: Range<usize>,
     rows: usize,
     queries: &[f32],
     scores: &mut [f32],
     stride: usize,
 ) {
     assert!(queries.len() >= rows * cache.layout.head_dim);
-    assert!(scores.len() >= (rows - 1) * stride + context.next_multiple_of(LANES));
+    assert!(scores.len() >= (rows - 1) * stride + range.end.next_multiple_of(LANES));
     // SAFETY: the caller's contract, and the assertions above.
     unsafe {
         by_rows!(
             rows,
             cache.layout.dtype,
-            scores_of(cache, context, queries.as_ptr(), scores.as_mut_ptr(), stride)
+            scores_of(cache, range, queries.as_ptr(), scores.as_mut_ptr(), stride)
         );
     }
 }
 
-/// Sums of the first `context` values, weighted by each row's scores.
+/// Sums of the values of a range, weighted by each row's scores.
 ///
 /// # Safety
 /// As [`scores`], of values.
 pub(super) unsafe fn values(
     cache: &HeadCache<'_>,
-    context: usize,
+    range: Range<usize>,
     rows: usize,
     scores: &[f32],
     scores_stride: usize,
     outputs: &mut [f32],
     outputs_stride: usize,
 ) {
-    assert!(scores.len() >= (rows - 1) * scores_stride + context);
+    assert!(scores.len() >= (rows - 1) * scores_stride + range.end);
     assert!(outputs.len() >= (rows - 1) * outputs_stride + cache.layout.head_dim);
     let (scores, outputs) = (scores.as_ptr(), outputs.as_mut_ptr());
     // SAFETY: the caller's contract, and the assertions above.
@@ -171,7 +173,7 @@ pub(super) unsafe fn values(
         by_rows!(
             rows,
             cache.layout.dtype,
-            values_of(cache, context, scores, scores_stride, outputs, outputs_stride)
+            values_of(cache, range, scores, scores_stride, outputs, outputs_stride)
         );
     }
 }
@@ -179,19 +181,20 @@ pub(super) unsafe fn values(
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn scores_of<E: CacheElement, const R: usize>(
     cache: &HeadCache<'_>,
-    context: usize,
+    range: Range<usize>,
     queries: *const f32,
     scores: *mut f32,
     stride: usize,
 ) {
+    let (begin, context) = (range.start, range.end);
     let dim = cache.layout.head_dim;
     let group_bytes = LANES * dim * size_of::<E>();
-    for from in (0..context.min(AHEAD)).step_by(LANES) {
+    for from in (begin..context.min(begin + AHEAD)).step_by(LANES) {
         request(cache.vector(KvHalf::Keys, from), group_bytes);
     }
     // SAFETY: the contract of `scores`.
     unsafe {
-        for from in (0..context).step_by(LANES) {
+        for from in (begin..context).step_by(LANES) {
             let keys = cache.vector(KvHalf::Keys, from).cast_const().cast::<E>();
             let later = later(cache, from, context);
             let mut sums = [_mm512_setzero_ps(); R];
@@ -229,7 +232,7 @@ fn later(cache: &HeadCache<'_>, from: usize, context: usize) -> *mut u8 {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn values_of<E: CacheElement, const R: usize>(
     cache: &HeadCache<'_>,
-    context: usize,
+    range: Range<usize>,
     scores: *const f32,
     scores_stride: usize,
     outputs: *mut f32,
@@ -243,10 +246,14 @@ unsafe fn values_of<E: CacheElement, const R: usize>(
             let out = outputs.add(column * LANES);
             column += match columns - column {
                 4.. if R <= 4 => {
-                    values_beside::<E, R, 4>(cache, context, column, scores, scores_stride, out, stride)
+                    values_beside::<E, R, 4>(cache, range.clone(), column, scores, scores_stride, out, stride)
                 }
-                2.. => values_beside::<E, R, 2>(cache, context, column, scores, scores_stride, out, stride),
-                _ => values_beside::<E, R, 1>(cache, context, column, scores, scores_stride, out, stride),
+                2.. => {
+                    values_beside::<E, R, 2>(cache, range.clone(), column, scores, scores_stride, out, stride)
+                }
+                _ => {
+                    values_beside::<E, R, 1>(cache, range.clone(), column, scores, scores_stride, out, stride)
+                }
             };
         }
     }
@@ -256,7 +263,7 @@ unsafe fn values_of<E: CacheElement, const R: usize>(
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn values_beside<E: CacheElement, const R: usize, const C: usize>(
     cache: &HeadCache<'_>,
-    context: usize,
+    range: Range<usize>,
     column: usize,
     scores: *const f32,
     scores_stride: usize,
@@ -264,11 +271,12 @@ unsafe fn values_beside<E: CacheElement, const R: usize, const C: usize>(
     stride: usize,
 ) -> usize {
     let (dim, block_tokens) = (cache.layout.head_dim, cache.layout.block_tokens);
+    let context = range.end;
     let mut sums = [[_mm512_setzero_ps(); C]; R];
     let ahead = AHEAD.next_multiple_of(block_tokens);
     // SAFETY: the contract of `values`.
     unsafe {
-        for from in (0..context).step_by(block_tokens) {
+        for from in (range.start..context).step_by(block_tokens) {
             let run = cache.vector(KvHalf::Values, from).cast_const().cast::<E>();
             let later = (from + ahead < context).then(|| cache.vector(KvHalf::Values, from + ahead));
             for slot in 0..block_tokens.min(context - from) {
@@ -394,8 +402,8 @@ mod tests {
         let (mut seen, mut outputs) = (vec![7.0; rows * stride], vec![7.0; rows * out_stride]);
         // SAFETY: only this test uses blocks and buffers, and this machine has AVX-512.
         unsafe {
-            scores(cache, context, rows, &queries, &mut seen, stride);
-            values(cache, context, rows, &seen, stride, &mut outputs, out_stride);
+            scores(cache, 0..context, rows, &queries, &mut seen, stride);
+            values(cache, 0..context, rows, &seen, stride, &mut outputs, out_stride);
         }
         for row in 0..rows {
             let seen = &seen[row * stride..][..context];

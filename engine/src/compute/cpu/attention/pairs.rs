@@ -81,6 +81,7 @@ impl QueryShape {
             cache,
             start,
             rows,
+            begin: self.begin(cache, start),
             context,
             queries: inputs(queries, dim, packed_queries),
             weights: inputs(scores, score_stride, packed_weights),
@@ -113,6 +114,7 @@ impl QueryShape {
 
         let (dim, rows) = (cache.layout.head_dim, self.group);
         let padded_context = context.next_multiple_of(CHUNK);
+        let begin = self.begin(cache, context - 1);
         let stride = padded_context + 16;
         resize(&mut scratch.scores, rows * stride);
         resize(&mut scratch.sums, rows);
@@ -129,15 +131,13 @@ impl QueryShape {
                 let query = std::slice::from_raw_parts(query(row), dim);
                 bf16::round_rows(self.isa, ORDER, query, dim, rounded);
             }
-            scores(cache, context, rows, queries, &mut scratch.scores, stride);
+            scores(cache, begin..context, rows, queries, &mut scratch.scores, stride);
             for (row, weights) in weights.chunks_exact_mut(padded_context).take(rows).enumerate() {
                 let scores = &mut scratch.scores[row * stride..][..padded_context];
-                let (seen, later) = scores.split_at_mut(context);
-                scratch.sums[row] = vector::softmax_numerators(self.isa, seen, self.factor);
-                later.fill(0.0);
+                scratch.sums[row] = self.softmax(scores, begin, context);
                 bf16::round_rows(self.isa, ORDER, scores, padded_context, weights);
             }
-            values(cache, context, rows, weights, padded_context, &mut scratch.outputs, dim);
+            values(cache, begin..context, rows, weights, padded_context, &mut scratch.outputs, dim);
             for row in 0..rows {
                 let out = std::slice::from_raw_parts_mut(output(row), dim);
                 let numerators = &scratch.outputs[row * dim..][..dim];
@@ -179,7 +179,9 @@ struct PairAttention<'a> {
     start: usize,
     /// Query positions, times the heads of the group.
     rows: usize,
-    /// Key positions.
+    /// The first key position that is read.
+    begin: usize,
+    /// The key positions' end.
     context: usize,
     queries: ProductInputs,
     /// Scores, and then softmax weights.
@@ -224,18 +226,18 @@ impl PairAttention<'_> {
     /// See the impl.
     #[inline(always)]
     unsafe fn multiply_keys(&self, wide: &mut [f32], rounded: &mut [u16], panel: &mut [u32]) {
-        let &Self { unit, cache, start, rows, context, .. } = self;
+        let &Self { unit, cache, start, rows, begin, context, .. } = self;
         let (isa, group, dim) = (self.shape.isa, self.shape.group, cache.layout.head_dim);
         let (scores, waits) = (self.weights.wide, self.waits_for_memory());
         if waits {
-            cache.request(KvHalf::Keys, 0, context);
+            cache.request(KvHalf::Keys, begin, context);
         }
-        for from in (0..context).step_by(PANEL) {
+        for from in (begin..context).step_by(PANEL) {
             let keys = PANEL.min(context - from);
             if waits && from + PANEL < context {
                 cache.request(KvHalf::Keys, from + PANEL, context);
             } else if waits {
-                cache.request(KvHalf::Values, 0, context);
+                cache.request(KvHalf::Values, begin, context);
             }
             let rounded = &mut rounded[..keys * dim];
             // SAFETY: the caller's contract.
@@ -268,10 +270,8 @@ impl PairAttention<'_> {
             // SAFETY: the caller's contract.
             unsafe {
                 let scores = std::slice::from_raw_parts_mut(base.at(row * stride), padded_context);
-                let (seen, later) = scores.split_at_mut(self.visible(row));
-                *sum = vector::softmax_numerators(isa, seen, self.shape.factor);
-                later.fill(0.0);
-                self.weights.finish(isa, row, 0, scores);
+                *sum = self.shape.softmax(scores, self.begin, self.visible(row));
+                self.weights.finish(isa, row, self.begin, &mut scores[self.begin..]);
             }
         }
     }
@@ -288,10 +288,10 @@ impl PairAttention<'_> {
         panels: &mut [u32],
         outputs: &mut [f32],
     ) {
-        let &Self { unit, cache, context, .. } = self;
+        let &Self { unit, cache, begin, context, .. } = self;
         let (isa, waits) = (self.shape.isa, self.waits_for_memory());
         let padded_dim = cache.layout.head_dim.next_multiple_of(PANEL);
-        for from in (0..context).step_by(RUN) {
+        for from in (begin..context).step_by(RUN) {
             let tokens = RUN.min(context - from);
             if waits && from + PANEL < context {
                 cache.request(KvHalf::Values, from + PANEL, (from + PANEL + RUN).min(context));
@@ -342,7 +342,7 @@ impl PairAttention<'_> {
                     let operands = Bf16Operands {
                         c: outputs[row * padded_dim + panel * PANEL..].as_mut_ptr(),
                         c_stride: padded_dim,
-                        accumulate: from > 0,
+                        accumulate: from > self.begin,
                         ..Bf16Operands::from(&self.weights, row, from, packed.cast(), depth)
                     };
                     bf16::multiply(self.shape.isa, self.unit, now, &operands);

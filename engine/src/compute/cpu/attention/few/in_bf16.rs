@@ -10,6 +10,7 @@ use std::arch::x86_64::{
     _mm512_storeu_ps,
 };
 use std::mem::transmute;
+use std::ops::Range;
 
 use baton_connector::layout::KvDtype;
 
@@ -51,38 +52,38 @@ pub(in crate::compute::cpu::attention) fn suits(
 /// As there, with [`suits`].
 pub(in crate::compute::cpu::attention) unsafe fn scores(
     cache: &HeadCache<'_>,
-    context: usize,
+    range: Range<usize>,
     rows: usize,
     queries: &[u16],
     scores: &mut [f32],
     stride: usize,
 ) {
     assert!(queries.len() >= rows * cache.layout.head_dim);
-    assert!(scores.len() >= (rows - 1) * stride + context.next_multiple_of(LANES));
+    assert!(scores.len() >= (rows - 1) * stride + range.end.next_multiple_of(LANES));
     // SAFETY: the caller's contract, and the assertions above.
     unsafe {
         by_rows!(
             rows,
             cache.layout.dtype,
-            scores_of(cache, context, queries.as_ptr(), scores.as_mut_ptr(), stride)
+            scores_of(cache, range, queries.as_ptr(), scores.as_mut_ptr(), stride)
         );
     }
 }
 
-/// As [`super::values`]; weights are rounded, in [`ORDER`], and zero from `context` to the end of its chunk.
+/// As [`super::values`]; weights are rounded, in [`ORDER`], and zero from the range's end to that of its chunk.
 ///
 /// # Safety
 /// As there, with [`suits`].
 pub(in crate::compute::cpu::attention) unsafe fn values(
     cache: &HeadCache<'_>,
-    context: usize,
+    range: Range<usize>,
     rows: usize,
     weights: &[u16],
     weights_stride: usize,
     outputs: &mut [f32],
     outputs_stride: usize,
 ) {
-    assert!(weights.len() >= (rows - 1) * weights_stride + context.next_multiple_of(CHUNK));
+    assert!(weights.len() >= (rows - 1) * weights_stride + range.end.next_multiple_of(CHUNK));
     assert!(outputs.len() >= (rows - 1) * outputs_stride + cache.layout.head_dim);
     for outputs in outputs.chunks_mut(outputs_stride).take(rows) {
         outputs[..cache.layout.head_dim].fill(0.0);
@@ -93,7 +94,7 @@ pub(in crate::compute::cpu::attention) unsafe fn values(
         by_rows!(
             rows,
             cache.layout.dtype,
-            values_of(cache, context, weights, weights_stride, outputs, outputs_stride)
+            values_of(cache, range, weights, weights_stride, outputs, outputs_stride)
         );
     }
 }
@@ -101,21 +102,22 @@ pub(in crate::compute::cpu::attention) unsafe fn values(
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
 unsafe fn scores_of<E: CacheElement, const R: usize>(
     cache: &HeadCache<'_>,
-    context: usize,
+    range: Range<usize>,
     queries: *const u16,
     scores: *mut f32,
     stride: usize,
 ) {
+    let (begin, context) = (range.start, range.end);
     let dim = cache.layout.head_dim;
     let group_bytes = LANES * dim * size_of::<E>();
-    for from in (0..context.min(AHEAD)).step_by(LANES) {
+    for from in (begin..context.min(begin + AHEAD)).step_by(LANES) {
         request(cache.vector(KvHalf::Keys, from), group_bytes);
     }
     let order = ORDER.order().expect("an order of its own");
     // SAFETY: the contract of `scores`; the order is 64 bytes long.
     unsafe {
         let order = _mm512_loadu_si512(order.as_ptr().cast());
-        for from in (0..context).step_by(LANES) {
+        for from in (begin..context).step_by(LANES) {
             let keys = cache.vector(KvHalf::Keys, from).cast_const().cast::<E>();
             let later = later(cache, from, context);
             let mut sums = [_mm512_setzero_ps(); R];
@@ -174,13 +176,14 @@ unsafe fn add_products<const R: usize>(
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
 unsafe fn values_of<E: CacheElement, const R: usize>(
     cache: &HeadCache<'_>,
-    context: usize,
+    range: Range<usize>,
     weights: *const u16,
     weights_stride: usize,
     outputs: *mut f32,
     stride: usize,
 ) {
-    for from in (0..context).step_by(CHUNK) {
+    let context = range.end;
+    for from in (range.start..context).step_by(CHUNK) {
         let run = |start: usize| cache.vector(KvHalf::Values, start.min(context - 1) / LANES * LANES);
         let runs = [run(from), run(from + LANES)].map(|run| run.cast_const().cast::<E>());
         // Beyond the end, the last run is prefetched again, which is in the cache already.
@@ -330,14 +333,17 @@ mod tests {
                         }
                     }
                 }
-                for group in 1..=8 {
-                    let shape = QueryShape { isa: Isa::Avx512, group, factor: 0.7, bf16: Some(unit) };
+                // A window of whole chunks, one of none, and all keys; a cap in the range of the scores.
+                let kinds = [(None, None), (Some(21), None), (Some(64), Some(1.5))];
+                for (group, (window, cap)) in (1..=8).flat_map(|group| kinds.map(|kind| (group, kind))) {
+                    let shape =
+                        QueryShape { isa: Isa::Avx512, group, factor: 0.7, cap, window, bf16: Some(unit) };
                     assert!(suits(Isa::Avx512, unit, &cache, group));
                     let beside = attended(&shape, &cache, context - 2, 2);
                     let alone = [context - 2, context - 1].map(|at| attended(&shape, &cache, at, 1));
                     assert!(
                         alone.concat() == beside,
-                        "{unit:?} {layout:?}: {group} heads, context {context}"
+                        "{unit:?} {layout:?}: {group} heads, context {context}, window {window:?}"
                     );
                 }
             }

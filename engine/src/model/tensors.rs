@@ -1,0 +1,219 @@
+//! The tensors of a layer, from the family's names and the configuration's sizes. Every device walks this list.
+
+use super::config::{ExpertConfig, ModelConfig};
+use super::spec::LAYERS;
+
+/// Rows of one tensor. A tensor with the rows of several projections has one value of this type for each.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorRows {
+    /// Name of the tensor.
+    pub name: String,
+    /// Rows of the whole tensor.
+    pub total: usize,
+    /// The first row of this part.
+    pub first: usize,
+    /// Rows of this part.
+    pub count: usize,
+}
+
+/// The tensors of one layer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayerTensors {
+    /// The norm before attention.
+    pub attention_norm: String,
+    /// q, k and v.
+    pub qkv: [TensorRows; 3],
+    /// Their biases.
+    pub qkv_bias: Option<[TensorRows; 3]>,
+    /// Norms of each head of q and k.
+    pub qk_norm: Option<[String; 2]>,
+    /// The output projection of attention.
+    pub output: String,
+    /// Its bias.
+    pub output_bias: Option<String>,
+    /// The norm of attention's output before it is added.
+    pub attention_post_norm: Option<String>,
+    /// The norm before the feed-forward layer.
+    pub mlp_norm: String,
+    /// The feed-forward layer.
+    pub mlp: MlpTensors,
+    /// The norm of its output before it is added.
+    pub mlp_post_norm: Option<String>,
+}
+
+/// A feed-forward layer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MlpTensors {
+    /// One network for every token.
+    Dense(DenseTensors),
+    /// A router, and the networks of the experts.
+    Experts {
+        /// The matrix of the router.
+        router: String,
+        /// One network for each expert.
+        experts: Vec<DenseTensors>,
+    },
+}
+
+/// One feed-forward network.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DenseTensors {
+    /// Width between its projections.
+    pub intermediate: usize,
+    /// Gate and up.
+    pub gate_up: [TensorRows; 2],
+    /// Their biases.
+    pub gate_up_bias: Option<[TensorRows; 2]>,
+    /// The last projection.
+    pub down: String,
+    /// Its bias.
+    pub down_bias: Option<String>,
+}
+
+impl ModelConfig {
+    /// The tensors of layer `layer`.
+    #[must_use]
+    pub fn layer_tensors(&self, layer: usize) -> LayerTensors {
+        let (names, prefix) = (&self.spec.tensors, self.spec.prefix());
+        let name = |part: &str, kind: &str| format!("{prefix}{LAYERS}.{layer}.{part}.{kind}");
+        let weight = |part: &str| name(part, "weight");
+        let (query, kv) = (self.query_width(), self.kv_width());
+        let of_qkv = |kind: &str| parts(names.qkv, [query, kv, kv], |part| name(part, kind));
+        LayerTensors {
+            attention_norm: weight(names.attention_norm),
+            qkv: of_qkv("weight"),
+            qkv_bias: self.biases.qkv.then(|| of_qkv("bias")),
+            qk_norm: names.qk_norm.map(|both| both.map(weight)),
+            output: weight(names.output),
+            output_bias: self.biases.output.then(|| name(names.output, "bias")),
+            attention_post_norm: names.attention_post_norm.map(weight),
+            mlp_norm: weight(names.mlp_norm),
+            mlp: match self.experts_of(layer) {
+                Some(experts) => self.expert_tensors(layer, experts),
+                None => MlpTensors::Dense(self.dense_tensors(layer)),
+            },
+            mlp_post_norm: names.mlp_post_norm.map(weight),
+        }
+    }
+
+    fn dense_tensors(&self, layer: usize) -> DenseTensors {
+        let (names, prefix) = (&self.spec.tensors, self.spec.prefix());
+        let name = |part: &str, kind: &str| format!("{prefix}{LAYERS}.{layer}.{part}.{kind}");
+        let of_both = |kind: &str| parts(names.gate_up, [self.intermediate; 2], |part| name(part, kind));
+        DenseTensors {
+            intermediate: self.intermediate,
+            gate_up: of_both("weight"),
+            gate_up_bias: self.biases.mlp.then(|| of_both("bias")),
+            down: name(names.down, "weight"),
+            down_bias: self.biases.mlp.then(|| name(names.down, "bias")),
+        }
+    }
+
+    fn expert_tensors(&self, layer: usize, experts: &ExpertConfig) -> MlpTensors {
+        let (rule, prefix) = (experts.rule, self.spec.prefix());
+        let [gate, up, down] = rule.parts;
+        let of_expert = |expert: usize| {
+            let name =
+                |part: &str| format!("{prefix}{LAYERS}.{layer}.{}.{expert}.{part}.weight", rule.prefix);
+            DenseTensors {
+                intermediate: experts.intermediate,
+                gate_up: parts(&[gate, up], [experts.intermediate; 2], name),
+                gate_up_bias: None,
+                down: name(down),
+                down_bias: None,
+            }
+        };
+        MlpTensors::Experts {
+            router: format!("{prefix}{LAYERS}.{layer}.{}.weight", rule.router),
+            experts: (0..experts.count).map(of_expert).collect(),
+        }
+    }
+}
+
+/// The rows of projections with a tensor each, or with one tensor for all.
+fn parts<const N: usize>(
+    names: &[&str],
+    counts: [usize; N],
+    full_name: impl Fn(&str) -> String,
+) -> [TensorRows; N] {
+    let total: usize = counts.iter().sum();
+    std::array::from_fn(|part| {
+        let count = counts[part];
+        match names {
+            [fused] => {
+                TensorRows { name: full_name(fused), total, first: counts[..part].iter().sum(), count }
+            }
+            each => TensorRows { name: full_name(each[part]), total: count, first: 0, count },
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::generation::GenerationDefaults;
+    use crate::model::spec::ModelSpec;
+    use serde_json::json;
+
+    fn tensors(architecture: &str, layer: usize) -> LayerTensors {
+        let mut config = json!({
+            "architectures": [architecture], "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 100
+        });
+        if ModelSpec::named(architecture).is_some_and(|spec| spec.experts.is_some()) {
+            config["num_experts"] = json!(4);
+            config["num_local_experts"] = json!(4);
+            config["num_experts_per_tok"] = json!(2);
+            config["moe_intermediate_size"] = json!(40);
+            config["mlp_only_layers"] = json!([1]);
+        }
+        let config = ModelConfig::parse(config.to_string().as_bytes(), GenerationDefaults::default());
+        config.expect("a sound configuration").layer_tensors(layer)
+    }
+
+    fn rows(part: &TensorRows) -> (&str, usize, usize, usize) {
+        (&part.name, part.total, part.first, part.count)
+    }
+
+    #[test]
+    fn a_fused_tensor_has_the_rows_of_all_projections_in_order() {
+        let fused = tensors("Phi3ForCausalLM", 2);
+        let name = "model.layers.2.self_attn.qkv_proj.weight";
+        assert_eq!(
+            fused.qkv.each_ref().map(rows),
+            [(name, 128, 0, 64), (name, 128, 64, 32), (name, 128, 96, 32)]
+        );
+        let MlpTensors::Dense(mlp) = fused.mlp else { panic!("no experts") };
+        let name = "model.layers.2.mlp.gate_up_proj.weight";
+        assert_eq!(mlp.gate_up.each_ref().map(rows), [(name, 192, 0, 96), (name, 192, 96, 96)]);
+        let apart = tensors("LlamaForCausalLM", 0);
+        assert_eq!(rows(&apart.qkv[2]), ("model.layers.0.self_attn.v_proj.weight", 32, 0, 32));
+    }
+
+    #[test]
+    fn each_expert_has_tensors_of_its_own() {
+        let MlpTensors::Experts { router, experts } = tensors("Qwen3MoeForCausalLM", 0).mlp else {
+            panic!("experts")
+        };
+        assert_eq!((router.as_str(), experts.len()), ("model.layers.0.mlp.gate.weight", 4));
+        assert_eq!(rows(&experts[3].gate_up[1]), ("model.layers.0.mlp.experts.3.up_proj.weight", 40, 0, 40));
+        assert!(matches!(tensors("Qwen3MoeForCausalLM", 1).mlp, MlpTensors::Dense(_)));
+        let MlpTensors::Experts { router, experts } = tensors("MixtralForCausalLM", 1).mlp else {
+            panic!("experts")
+        };
+        assert_eq!(router, "model.layers.1.block_sparse_moe.gate.weight");
+        assert_eq!(experts[2].down, "model.layers.1.block_sparse_moe.experts.2.w2.weight");
+        assert_eq!(experts[2].intermediate, 96);
+    }
+
+    #[test]
+    fn norms_stand_where_the_family_has_them() {
+        let gemma = tensors("Gemma2ForCausalLM", 0);
+        let post = "model.layers.0.post_attention_layernorm.weight";
+        assert_eq!(gemma.attention_post_norm.as_deref(), Some(post));
+        assert_eq!(gemma.mlp_norm, "model.layers.0.pre_feedforward_layernorm.weight");
+        assert_eq!(gemma.qk_norm, None);
+        let llama = tensors("LlamaForCausalLM", 0);
+        assert_eq!((llama.mlp_norm.as_str(), llama.attention_post_norm), (post, None));
+    }
+}
