@@ -8,7 +8,7 @@ use crate::harness::{PendingCall, Process};
 use crate::{files_below, installed, ours, read, run, skipped};
 
 /// Maximum bytes of the router's image.
-const BYTES_MAX: u64 = 60_000_000;
+const BYTES_MAX: u64 = 64_000_000;
 /// The user of the containers.
 const USER: &str = "65532";
 /// Libraries that the binary may need: the C library, and the unwinder for panics.

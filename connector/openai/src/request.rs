@@ -19,7 +19,6 @@ pub use chat::{ChatInput, ToolChoice};
 pub(crate) use chat::{ROLES, TOOL_CALLS_MAX};
 pub use completion::Prompt;
 pub use embedding::{EmbeddingFormat, EmbeddingRequest, of_input};
-pub use forced::forced_calls_schema;
 pub use prompt_options::{PromptOptions, Truncation, TruncationSide};
 pub use restrictions::TokenRestrictions;
 pub use sampling::SamplingOptions;
@@ -276,7 +275,7 @@ impl GenerateRequest {
             sampling: SamplingOptions::read(fields, limits)?,
             restrictions: TokenRestrictions::read(fields, limits)?,
             prompt: PromptOptions::read(fields, stream, limits.scope)?,
-            structured: structured::read(fields, limits.scope)?,
+            structured: forced::constraint(&input, structured::read(fields, limits.scope)?, limits.scope)?,
             stop: stop(fields, limits.scope)?,
             stop_token_ids: stop_token_ids(fields, limits)?,
             include_stop_str_in_output: fields.boolean("include_stop_str_in_output")?.unwrap_or(false),

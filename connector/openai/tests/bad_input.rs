@@ -2,7 +2,7 @@
 
 use baton_openai::{
     ApiError, DetokenizeRequest, Endpoint, GenerateRequest, Input, ParseLimits, Prompt, PromptOptions,
-    TokenizeRequest, ToolChoice, Truncation, TruncationSide, forced_calls_schema, parse, parse_object,
+    TokenizeRequest, Truncation, TruncationSide, parse, parse_object,
 };
 use serde_json::{Value, json};
 
@@ -212,13 +212,9 @@ fn unsupported_fields_are_refused_by_name() {
     assert!(with("best_of", "1").is_ok() && with("response_format", r#"{"type":"text"}"#).is_ok());
     let user = json!([{"role": "user", "content": "x"}]);
     refuses(chat(json!({"messages": user, "chat_template": "x"})), Some("chat_template"), "not supported");
-    refuses(
-        chat(json!({"messages": user, "tool_choice": "required"})),
-        Some("tool_choice"),
-        "forcing a call",
-    );
+    refuses(chat(json!({"messages": user, "tool_choice": "required"})), Some("tool_choice"), "no `tools`");
     let named = json!({"type": "function", "function": {"name": "f"}});
-    refuses(chat(json!({"messages": user, "tool_choice": named})), Some("tool_choice"), "got an object");
+    refuses(chat(json!({"messages": user, "tool_choice": named})), Some("tool_choice"), "not in `tools`");
     let image =
         json!([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]);
     refuses(
@@ -437,29 +433,6 @@ fn fields_of_tools_and_reasoning_are_checked_and_reach_the_template() {
             json!({"role": "assistant", "content": "y", "reasoning": "Hm.", "reasoning_content": "Hm."})
         );
     }
-}
-
-#[test]
-fn a_forced_call_has_a_schema() {
-    let parameters = json!({"type": "object", "properties": {"city": {"type": "string"}}});
-    let weather = json!({"type": "function", "function": {"name": "weather", "parameters": parameters}});
-    let time = json!({"type": "function", "function": {"name": "time", "parameters": {}}});
-    let body = json!({"messages": [{"role": "user", "content": "x"}], "tools": [weather, time]});
-    let Input::Chat(mut chat) = chat(body).expect("sound").input else { panic!("a conversation") };
-    assert_eq!(forced_calls_schema(&chat), None);
-    chat.tool_choice = ToolChoice::Function("weather".to_owned());
-    assert_eq!(forced_calls_schema(&chat), Some(parameters.clone()));
-    chat.tool_choice = ToolChoice::Required;
-    let call = |name: &str, parameters: Value| {
-        json!({"type": "object", "properties": {"name": {"enum": [name]}, "parameters": parameters},
-            "required": ["name", "parameters"], "additionalProperties": false})
-    };
-    let calls = json!([call("weather", parameters), call("time", json!({"type": "object"}))]);
-    let mut schema = json!({"type": "array", "minItems": 1, "items": {"anyOf": calls}});
-    assert_eq!(forced_calls_schema(&chat), Some(schema.clone()));
-    chat.parallel_tool_calls = false;
-    schema["maxItems"] = json!(1);
-    assert_eq!(forced_calls_schema(&chat), Some(schema));
 }
 
 #[test]

@@ -9,7 +9,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::AtomicUsize;
-use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::Builder;
 
@@ -21,7 +21,7 @@ use super::cache::GrammarCache;
 use super::compile::{after, compile, factory};
 use super::state::{GrammarCursor, GrammarState, MaskOrder, StatePermit};
 use super::vocabulary::token_trie;
-use super::{COMPILE_QUEUE_MAX, COMPILE_TIMEOUT, GrammarRefusal};
+use super::{COMPILE_QUEUE_MAX, COMPILE_TIMEOUT, GrammarRefusal, STATES_MAX};
 use crate::model::tokenizer::Tokenizer;
 
 /// Stack of the compiling thread: 32 KiB for each of the 2,048 levels that a schema may have with its references.
@@ -98,7 +98,8 @@ impl GrammarService {
 
 /// Starts the threads; `None` if the system has none.
 fn start(vocabulary: GrammarVocabulary) -> Option<SyncSender<CompileOrder>> {
-    let (masks, wanted) = channel::<MaskOrder>();
+    // A state has at most one order, and its permit ends with it.
+    let (masks, wanted) = sync_channel::<MaskOrder>(STATES_MAX);
     let wanted = Arc::new(Mutex::new(wanted));
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let rows = vocabulary.rows;
@@ -127,7 +128,7 @@ fn compute_masks(wanted: &Mutex<Receiver<MaskOrder>>, rows: usize) {
 /// Compiles constraints until the service is dropped.
 fn compile_orders(
     vocabulary: &GrammarVocabulary,
-    masks: &Sender<MaskOrder>,
+    masks: &SyncSender<MaskOrder>,
     arriving: &Receiver<CompileOrder>,
 ) {
     let mut compiler = None;
@@ -167,7 +168,7 @@ impl Compiler {
         stops: &Arc<[u32]>,
         text: &[u32],
         permits: Vec<StatePermit>,
-        masks: &Sender<MaskOrder>,
+        masks: &SyncSender<MaskOrder>,
     ) -> Result<Vec<GrammarState>, GrammarRefusal> {
         let factory = self.factory.as_ref().map_err(|why| GrammarRefusal::Invalid(why.clone()))?;
         let compiled = self.cache.get(constraint, || compile(factory, self.rows, constraint));

@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::Duration;
 
 use baton_openai::FinishReason;
@@ -140,7 +140,7 @@ enum MaskProgress {
 /// See the module's documentation.
 pub struct GrammarState {
     progress: MaskProgress,
-    masks: Sender<MaskOrder>,
+    masks: SyncSender<MaskOrder>,
 }
 
 impl std::fmt::Debug for GrammarState {
@@ -157,7 +157,7 @@ impl std::fmt::Debug for GrammarState {
 
 impl GrammarState {
     /// A grammar before its first token.
-    pub(super) fn new(cursor: GrammarCursor, first: RawMask, masks: Sender<MaskOrder>) -> Self {
+    pub(super) fn new(cursor: GrammarCursor, first: RawMask, masks: SyncSender<MaskOrder>) -> Self {
         let mask = first.with_stops(&cursor.stops);
         Self { progress: MaskProgress::Ready(MaskedCursor { cursor: Box::new(cursor), mask }), masks }
     }
@@ -209,7 +209,7 @@ impl GrammarState {
         }
         if ended.is_none() {
             let (reply, arriving) = sync_channel(1);
-            self.progress = match self.masks.send(MaskOrder { cursor, reply }) {
+            self.progress = match self.masks.try_send(MaskOrder { cursor, reply }) {
                 Ok(()) => MaskProgress::Computing(arriving),
                 Err(_) => MaskProgress::Failed(GrammarFault::Stopped),
             };

@@ -248,7 +248,7 @@ fn a_mask_is_late_until_its_thread_has_computed_it_and_fails_without_threads() {
     let factory = compile::factory(&trie).expect("a factory");
     let constraint = OutputConstraint::Regex("(xq){2}".into());
     let compiled = compile::compile(&factory, rows, &constraint).expect("it can be enforced");
-    let (masks, wanted) = std::sync::mpsc::channel();
+    let (masks, wanted) = std::sync::mpsc::sync_channel(STATES_MAX);
     let live = Arc::default();
     let state = || {
         let permit = StatePermit::take(&live, 1).expect("few").remove(0);

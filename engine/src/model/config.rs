@@ -111,7 +111,6 @@ impl ModelConfig {
         let spec = family(&whole)?;
         refuse_quantization(&whole)?;
         let fields = text_part(&whole, spec)?;
-        refuse_quantization(&fields)?;
         let size = |name, max| fields.size(name, max);
         let required = |name, max| size(name, max)?.ok_or_else(|| fields.absent(name));
         let layers = required("num_hidden_layers", MAX_LAYERS)?;
@@ -280,6 +279,10 @@ fn text_part<'a>(whole: &JsonFields<'a>, spec: &ModelSpec) -> Result<JsonFields<
     if let Some(other) = fields.text("model_type")?.filter(|kind| *kind != part.model_type) {
         return Err(fields.unsupported(&format!("model_type {other} of {}", part.config), part.model_type));
     }
+    if fields.get("quantization_config").is_some() {
+        let what = format!("quantization_config inside {}", part.config);
+        return Err(fields.unsupported(&what, "quantization_config of the whole checkpoint"));
+    }
     Ok(fields)
 }
 
@@ -430,7 +433,9 @@ mod tests {
         assert!(parse(&other).unwrap_err().to_string().contains("ministral3"));
         let mut quantized = whole;
         quantized["text_config"]["quantization_config"] = json!({"quant_method": "fp8"});
-        assert!(parse(&quantized).unwrap_err().to_string().contains("fp8"));
+        assert!(
+            parse(&quantized).unwrap_err().to_string().contains("quantization_config inside text_config")
+        );
     }
 
     #[test]

@@ -103,7 +103,7 @@ impl TokenExclusions {
         }
         let mut row = vec![0.0; vocab];
         self.apply(&[], 0, &mut row);
-        row.iter().any(|logit| *logit == 0.0)
+        row.contains(&0.0)
     }
 }
 

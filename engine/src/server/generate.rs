@@ -68,6 +68,7 @@ pub(super) struct GenerateTask {
 }
 
 /// The effect of one engine event on the reply.
+#[expect(clippy::large_enum_variant, reason = "moved once per token, which costs less than an allocation")]
 pub(super) enum GenerateProgress {
     /// The prompt is being computed, and its handoff has arrived.
     EarlyHandoff,

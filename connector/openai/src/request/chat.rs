@@ -165,19 +165,7 @@ fn tool_choice(fields: Fields<'_>, scope: Scope) -> Result<ToolChoice, ApiError>
         }
         other => return Err(must_be("tool_choice", expected, other).with_code(Code::UnsupportedParameter)),
     };
-    can_be_forced(&choice, value)?;
     Ok(choice)
-}
-
-/// Refuses a choice that needs constrained texts, which the engine does not have.
-fn can_be_forced(choice: &ToolChoice, value: &Value) -> Result<(), ApiError> {
-    match choice {
-        ToolChoice::Auto | ToolChoice::None => Ok(()),
-        ToolChoice::Required | ToolChoice::Function(_) => {
-            let expected = "\"auto\" or \"none\" (forcing a call is not supported)";
-            Err(must_be("tool_choice", expected, value).with_code(Code::UnsupportedParameter))
-        }
-    }
 }
 
 /// A call can be forced only of tools of the request.

@@ -52,6 +52,15 @@ pub struct StructuredOutput {
 }
 
 impl StructuredOutput {
+    /// JSON of a schema.
+    pub(super) fn of_schema(
+        field: &str,
+        schema: Value,
+        whitespace: JsonWhitespace,
+    ) -> Result<Self, ApiError> {
+        Ok(Self::new(field, json_schema(field, &schema, whitespace)?))
+    }
+
     /// The constraint of a new response.
     fn new(field: &str, constraint: OutputConstraint) -> Self {
         Self { field: field.to_owned(), constraint, continues: 0 }

@@ -4,7 +4,7 @@ use safetensors::SafeTensors;
 
 use super::*;
 use crate::model::ModelFiles;
-use crate::model::config::{ModelConfig, ModelFamily, RopeScaling};
+use crate::model::config::{ModelConfig, RopeScaling};
 use crate::model::identity::identity;
 use crate::model::tokenizer::{SpecialTokens, Tokenizer};
 use crate::model::weights::Weights;
@@ -175,11 +175,11 @@ fn every_type_reads_as_the_reference_package_reads_it() {
 fn metadata_becomes_the_configuration_of_the_checkpoint() {
     let llama = ModelFiles::at(&fixture("llama3-gguf")).expect("a model");
     let config = ModelConfig::read(&llama).expect("a configuration");
-    assert_eq!((config.family, config.hidden, config.layers), (ModelFamily::Llama, 256, 2));
+    assert_eq!((config.spec.model_type, config.hidden, config.layers), ("llama", 256, 2));
     assert_eq!((config.heads, config.kv_heads, config.head_dim), (4, 2, 32));
     assert_eq!((config.vocab, config.max_positions, config.tied), (512, 160, false));
     assert_eq!(config.norm_eps, 1e-5);
-    assert_eq!(config.rope.theta, 500_000.0);
+    assert_eq!(config.attention.rope.theta, 500_000.0);
     let wanted = RopeScaling::Llama3 {
         factor: 8.0,
         low_freq_factor: 1.0,
@@ -187,14 +187,14 @@ fn metadata_becomes_the_configuration_of_the_checkpoint() {
         original_positions: 64.0,
     };
     // Any original context with the same frequencies is as good.
-    let same = crate::model::config::Rope { scaling: wanted, ..config.rope.clone() };
-    assert_eq!(config.rope.frequencies(32), same.frequencies(32));
+    let same = crate::model::config::Rope { scaling: wanted, ..config.attention.rope.clone() };
+    assert_eq!(config.attention.rope.frequencies(32), same.frequencies(32));
     assert_eq!(config.bos, Some(506));
     assert_eq!(llama.default_name(), "model");
 
     let qwen = ModelFiles::at(&fixture("qwen2-gguf/model.gguf")).expect("a model");
     let config = ModelConfig::read(&qwen).expect("a configuration");
-    assert_eq!((config.family, config.tied, config.qkv_bias), (ModelFamily::Qwen2, true, true));
+    assert_eq!((config.spec.model_type, config.tied, config.biases.qkv), ("qwen2", true, true));
     // Rows that pad the embedding have no tokens.
     assert_eq!((config.vocab, Tokenizer::load(&qwen).expect("a tokenizer").vocab()), (520, 512));
     assert_eq!(config.eos, [507, 505]);

@@ -173,11 +173,16 @@ impl PythonicCalls {
         }
     }
 
-    /// The list is content from here on.
+    /// The list is content, up to the last marker behind its own: each text is read at most twice.
     fn leave(&mut self, sink: &mut OutputSink) {
         self.place = ListPlace::Text;
         let raw = std::mem::take(&mut self.raw);
-        raw.chars().for_each(|character| self.push(character, sink));
+        let own = if raw.starts_with(START) { START.len() } else { 0 };
+        let content = raw[own..].rfind(START).map_or(raw.len(), |at| own + at);
+        // A marker may begin with the last character.
+        let last = raw[..content].char_indices().next_back().map_or(0, |(at, _)| at);
+        sink.content(&raw[..last]);
+        raw[last..].chars().for_each(|character| self.push(character, sink));
     }
 }
 

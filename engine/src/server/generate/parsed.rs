@@ -42,7 +42,11 @@ impl ParsedChoice {
         sequence: &NewSequence,
         index: u32,
     ) -> Option<Self> {
-        let format = model.output.of_request(request);
+        let mut format = model.output.of_request(request);
+        if request.structured.is_some() {
+            // A constrained text has no reasoning, whatever the end of the prompt opens.
+            format.reasoning = None;
+        }
         let Input::Chat(chat) = &request.input else { return None };
         let forced = match &chat.tool_choice {
             ToolChoice::Auto | ToolChoice::None => None,

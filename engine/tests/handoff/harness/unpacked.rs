@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use baton_engine::model::ModelFiles;
-use baton_engine::model::config::{ModelConfig, ModelFamily};
+use baton_engine::model::config::ModelConfig;
 use baton_engine::model::weights::Weights;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
@@ -54,7 +54,7 @@ fn shapes(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
         add("post_attention_layernorm.weight", &[hidden]);
         for (name, width) in [("q_proj", query), ("k_proj", kv), ("v_proj", kv)] {
             add(&format!("self_attn.{name}.weight"), &[width, hidden]);
-            if config.family == ModelFamily::Qwen2 {
+            if config.biases.qkv {
                 add(&format!("self_attn.{name}.bias"), &[width]);
             }
         }

@@ -224,3 +224,40 @@ fn without_tools_or_parsers_the_text_stays_as_it_is() {
     let reply = answer(&Node::start(options).generate("turn", &weather()).ok());
     assert_eq!((&reply["message"]["content"], &reply["finish_reason"]), (&json!(text), &json!("stop")));
 }
+
+#[test]
+fn a_forced_call_is_made_by_a_model_that_knows_no_format() {
+    // Its template renders no tools.
+    let folder = checkpoint(&[
+        ("chat_template.jinja", None),
+        ("tokenizer_config.json", Some(json!({"chat_template": "{{ messages[0]['content'] }}"}))),
+    ]);
+    let cluster = Cluster::of(folder.path().to_str().expect("UTF-8"));
+    let tool = |name: &str, city: &str| {
+        let parameters = json!({"type": "object", "properties": {"city": {"enum": [city]}},
+            "required": ["city"], "additionalProperties": false});
+        json!({"type": "function", "function": {"name": name, "parameters": parameters}})
+    };
+    let forced = |choice: Value| {
+        json!({"messages": [{"role": "user", "content": "hi"}], "temperature": 1, "seed": 7, "max_tokens": 150,
+            "tools": [tool("weather", "Paris"), tool("time", "Oslo")], "tool_choice": choice,
+            "parallel_tool_calls": false})
+    };
+    let named = json!({"type": "function", "function": {"name": "time"}});
+    for (choice, functions) in [(json!("required"), &["weather", "time"][..]), (named, &["time"])] {
+        let body = forced(choice);
+        let alone = answer(&cluster.one.generate("forced", &body).ok());
+        assert_eq!(alone["finish_reason"], "tool_calls", "{alone}");
+        let call = &alone["message"]["tool_calls"][0]["function"];
+        assert!(functions.iter().any(|name| call["name"] == *name), "{alone}");
+        let arguments: Value =
+            serde_json::from_str(call["arguments"].as_str().expect("a text")).expect("valid JSON");
+        let city = if call["name"] == "time" { "Oslo" } else { "Paris" };
+        assert_eq!(arguments, json!({"city": city}));
+        assert_eq!(alone["message"]["tool_calls"][1], Value::Null);
+        let handoff = cluster.p.open_lease(&body);
+        let decoded = cluster.d.generate("forced", &with(&body, "kv_transfer_params", handoff)).ok();
+        assert_eq!(answer(&decoded), alone);
+    }
+    cluster.is_clean();
+}

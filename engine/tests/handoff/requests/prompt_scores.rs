@@ -114,7 +114,7 @@ fn requests_beside_each_other_have_the_bits_of_each_alone() {
             "prompt": prompt(seed, 30 + 9 * seed as usize), "max_tokens": 8, "temperature": 0, "ignore_eos": true,
             "return_token_ids": true, "logprobs": 3,
         });
-        if seed % 2 == 0 { with(&body, "prompt_logprobs", json!(3)) } else { body }
+        if seed.is_multiple_of(2) { with(&body, "prompt_logprobs", json!(3)) } else { body }
     };
     let alone: Vec<Value> =
         (0..8).map(|seed| engine.post("/v1/completions", &body(seed)).ok()["choices"].clone()).collect();
