@@ -35,15 +35,15 @@ const NAME_BYTES_MAX: usize = 256;
 #[derive(Debug)]
 enum TagPlace {
     Text,
-    /// Behind the opening tag of a block.
-    Opened,
+    /// Behind the opening tag of a block. A number of bytes of the function's tag have been read.
+    Opened(usize),
     FunctionName,
     /// In a function, between arguments, with a part of a tag.
     Between(String),
     ParameterName,
     Value(MarkerMatcher),
-    /// Behind a function: the block may close.
-    Closing,
+    /// Behind a function: the block may close. A number of bytes of its closing tag have been read.
+    Closing(usize),
 }
 
 /// The parser of one response.
@@ -84,16 +84,16 @@ impl TaggedCalls {
                 if let Some(marker) = found {
                     self.raw = if self.is_special { String::new() } else { marker.to_owned() };
                     self.function.clear();
-                    self.place = if marker == OPEN { TagPlace::Opened } else { TagPlace::FunctionName };
+                    self.place = if marker == OPEN { TagPlace::Opened(0) } else { TagPlace::FunctionName };
                 }
             }
-            TagPlace::Opened => {
+            TagPlace::Opened(read) => {
+                let read = bytes_read(FUNCTION, *read, character);
                 self.raw.push(character);
-                let tag = self.raw.strip_prefix(OPEN).unwrap_or(&self.raw).trim_start();
-                if tag == FUNCTION {
-                    self.place = TagPlace::FunctionName;
-                } else if !FUNCTION.starts_with(tag) {
-                    self.leave(sink);
+                match read {
+                    Some(read) if read == FUNCTION.len() => self.place = TagPlace::FunctionName,
+                    Some(read) => self.place = TagPlace::Opened(read),
+                    None => self.leave(sink),
                 }
             }
             TagPlace::FunctionName => {
@@ -134,16 +134,20 @@ impl TaggedCalls {
                     self.argument(marker, sink);
                 }
             }
-            TagPlace::Closing => {
+            TagPlace::Closing(read) => {
+                let read = bytes_read(CLOSE, *read, character);
                 self.raw.push(character);
-                let tag = self.raw.trim_start();
-                if tag == CLOSE {
-                    self.raw.clear();
-                    self.place = TagPlace::Text;
-                } else if !CLOSE.starts_with(tag) {
-                    self.place = TagPlace::Text;
-                    let raw = std::mem::take(&mut self.raw);
-                    raw.chars().for_each(|character| self.push(character, sink));
+                match read {
+                    Some(read) if read < CLOSE.len() => self.place = TagPlace::Closing(read),
+                    Some(_) => {
+                        self.raw.clear();
+                        self.place = TagPlace::Text;
+                    }
+                    None => {
+                        self.place = TagPlace::Text;
+                        let raw = std::mem::take(&mut self.raw);
+                        raw.chars().for_each(|character| self.push(character, sink));
+                    }
                 }
             }
         }
@@ -155,9 +159,9 @@ impl TaggedCalls {
                 let held = self.text.finish();
                 sink.content(&held);
             }
-            TagPlace::Opened | TagPlace::FunctionName => sink.content(&std::mem::take(&mut self.raw)),
+            TagPlace::Opened(_) | TagPlace::FunctionName => sink.content(&std::mem::take(&mut self.raw)),
             // A call that is cut off, or a part of a tag behind it.
-            TagPlace::Between(_) | TagPlace::ParameterName | TagPlace::Value(_) | TagPlace::Closing => {}
+            TagPlace::Between(_) | TagPlace::ParameterName | TagPlace::Value(_) | TagPlace::Closing(_) => {}
         }
     }
 
@@ -190,7 +194,7 @@ impl TaggedCalls {
     fn end(&mut self, sink: &mut OutputSink) {
         sink.arguments(if self.has_arguments { "}" } else { "{}" });
         self.raw.clear();
-        self.place = TagPlace::Closing;
+        self.place = TagPlace::Closing(0);
     }
 
     /// Leaves a block that is no call. Its last tag, or at least its last character, is read again.
@@ -202,6 +206,14 @@ impl TaggedCalls {
         self.place = TagPlace::Text;
         raw[at..].chars().for_each(|character| self.push(character, sink));
     }
+}
+
+/// The bytes of a tag that have been read with this character. Whitespace may precede the tag. `None`: another text.
+fn bytes_read(tag: &str, read: usize, character: char) -> Option<usize> {
+    if read == 0 && character.is_whitespace() {
+        return Some(0);
+    }
+    tag[read..].starts_with(character).then(|| read + character.len_utf8())
 }
 
 /// An argument's text as JSON.

@@ -366,6 +366,59 @@ fn no_part_of_a_marker_is_passed_before_it_is_complete() {
     assert!(parser.finish().is_empty());
 }
 
+/// The parsers of all formats, and those of forced calls.
+fn all_contexts() -> Vec<(OutputFormat, OutputContext)> {
+    let forced = [ForcedCalls::Any, ForcedCalls::Of("time".to_owned())];
+    let forced = forced.into_iter().map(|calls| (HERMES, OutputContext { forced: Some(calls), ..context() }));
+    let tags = FORMATS.into_iter().map(|format| (format, context()));
+    let open = [QWEN3, DEEPSEEK].into_iter();
+    let open = open.map(|format| (format, OutputContext { prompt: PromptEnd::InReasoning, ..context() }));
+    forced.chain(tags).chain(open).collect()
+}
+
+/// A parser that reads its text again for each character would take minutes for each text.
+#[test]
+fn a_long_text_of_any_pattern_is_read_a_constant_number_of_times() {
+    let patterns = [
+        ("", " "),
+        ("", "<"),
+        ("", "["),
+        ("", "{"),
+        ("", "<tool_call>"),
+        ("", "<tool_call"),
+        ("", "<function="),
+        ("", "<think"),
+        ("", "<|python_start|>[time("),
+        ("", "[TOOL_CALLS]f"),
+        ("", "<｜tool▁call▁begin｜>"),
+        ("", "<|channel|>"),
+        ("<tool_call>", " "),
+        ("<tool_call>{\"name\": \"time\"}", " "),
+        ("<tool_call>{\"name\": \"time\"}x", "</tool_call"),
+        ("<tool_call>{\"name\": \"time\", \"arguments\": \"", "["),
+        ("<tool_call>{\"arguments\": {\"a\": ", "["),
+        ("<function=f>", "<"),
+        ("<function=f><parameter=", "x"),
+        ("<function=f><parameter=a>", "</parameter"),
+        ("<function=f></function>", " "),
+        ("<|python_start|>", " "),
+        ("[time(a=", "["),
+        ("[time(), ", " "),
+        ("[TOOL_CALLS][", " "),
+        ("</think><｜tool▁call▁begin｜>function<｜tool▁sep｜>", " "),
+        ("<|channel|>commentary to=functions.time<|message|>", "<|"),
+    ];
+    for (begin, pattern) in patterns {
+        let text = begin.to_owned() + &pattern.repeat((1 << 20) / pattern.len());
+        for (format, context) in all_contexts() {
+            let whole = parts(format, context, [text.as_str(), "!"]);
+            if let ([OutputPart::Content(content)], None) = (whole.as_slice(), format.reasoning) {
+                assert!(*content == format!("{text}!"), "{format:?}: {begin} and {pattern}");
+            }
+        }
+    }
+}
+
 /// Texts of fragments of all formats, in any order.
 fn hostile() -> impl Strategy<Value = String> {
     let fragments = vec![
