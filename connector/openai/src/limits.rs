@@ -21,8 +21,8 @@ pub const BAD_WORD_BYTES_MAX: usize = 1024;
 pub const BAD_WORD_TOKENS_MAX: usize = 1024;
 /// Entries of `allowed_token_ids`: as many as the largest vocabularies have.
 pub const ALLOWED_TOKENS_MAX: usize = 1 << 18;
-/// Log-probabilities of the prompts of one request: positions times alternatives, the token itself included. One takes
-/// about 70 bytes in a reply.
+/// Log-probabilities of prompts in one reply: positions times alternatives, the token itself included, in each choice
+/// that has them. One takes about 70 bytes.
 pub const PROMPT_LOGPROBS_MAX: usize = 1 << 20;
 /// Alternatives per token (OpenAI's and vLLM's limit).
 pub const LOGPROBS_MAX: u32 = 20;

@@ -7,7 +7,7 @@ use baton_connector::RequestId;
 use baton_connector::fetch::Fetch;
 use baton_connector_leases::event_log;
 use baton_openai::limits::PROMPT_LOGPROBS_MAX;
-use baton_openai::{ApiError, Code, GenerateRequest, Input};
+use baton_openai::{ApiError, Code, Endpoint, GenerateRequest, Input};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 use super::Frontend;
@@ -98,18 +98,31 @@ pub(super) fn admit(
 
 /// Refuses requests whose reply would hold too many log-probabilities of prompts.
 fn check_prompt_logprobs(request: &GenerateRequest, prompts: &[Vec<u32>]) -> Result<(), ApiError> {
-    let Some(top) = request.prompt_logprobs() else { return Ok(()) };
     let tokens: usize = prompts.iter().map(Vec::len).sum();
-    let entries = tokens.saturating_mul(top as usize + 1);
+    let entries = prompt_logprobs_of_reply(request, tokens);
     if entries <= PROMPT_LOGPROBS_MAX {
         return Ok(());
     }
     let field = if request.prompt.logprobs.is_some() { "prompt_logprobs" } else { "echo" };
     let message = format!(
-        "{tokens} tokens of prompts with {top} alternatives are {entries} log-probabilities; at most \
-         {PROMPT_LOGPROBS_MAX} are computed"
+        "the reply would have {entries} log-probabilities of the {tokens} tokens of its prompts, with the alternatives \
+         of each choice; at most {PROMPT_LOGPROBS_MAX} are sent"
     );
     Err(ApiError::invalid(field, message))
+}
+
+/// Log-probabilities of prompts with this number of tokens in the whole reply. A completion has them in each choice.
+fn prompt_logprobs_of_reply(request: &GenerateRequest, tokens: usize) -> usize {
+    let entries = |top: Option<u32>, choices: u32| {
+        let of_token = top.map_or(0, |top| top as usize + 1);
+        tokens.saturating_mul(of_token).saturating_mul(choices as usize)
+    };
+    let choices = match request.endpoint {
+        Endpoint::Completions => request.n,
+        Endpoint::Chat => 1,
+    };
+    let echoed = entries(request.logprobs.filter(|_| request.echo), request.n);
+    entries(request.prompt.logprobs, choices).saturating_add(echoed)
 }
 
 /// Refuses requests that the queue can never take, before tokenizing: with 429 they would be retried forever.
@@ -169,6 +182,58 @@ fn check_intent(
                 return refuse(Code::KvPromptMismatch, message);
             }
             Ok(())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(endpoint: Endpoint, fields: &str) -> GenerateRequest {
+        let input = match endpoint {
+            Endpoint::Completions => r#""prompt": "x""#,
+            Endpoint::Chat => r#""messages": [{"role": "user", "content": "x"}]"#,
+        };
+        let body = format!("{{{input}, {fields}}}");
+        baton_openai::parse(endpoint, body.as_bytes(), &baton_openai::ParseLimits::default())
+            .expect("a sound request")
+    }
+
+    #[test]
+    fn log_probabilities_of_a_prompt_count_as_often_as_they_are_sent() {
+        let cases = [
+            (Endpoint::Completions, r#""prompt_logprobs": 3"#, 4),
+            (Endpoint::Completions, r#""prompt_logprobs": 3, "n": 5"#, 20),
+            (Endpoint::Completions, r#""prompt_logprobs": 3, "logprobs": 1, "n": 5"#, 20),
+            (Endpoint::Completions, r#""prompt_logprobs": 3, "logprobs": 1, "echo": true, "n": 5"#, 30),
+            (Endpoint::Completions, r#""logprobs": 1, "echo": true, "n": 5"#, 10),
+            (Endpoint::Completions, r#""echo": true, "n": 5"#, 0),
+            (Endpoint::Chat, r#""prompt_logprobs": 3, "n": 5"#, 4),
+        ];
+        for (endpoint, fields, of_token) in cases {
+            let request = request(endpoint, fields);
+            assert_eq!(prompt_logprobs_of_reply(&request, 7), 7 * of_token, "{fields}");
+        }
+    }
+
+    #[test]
+    fn too_many_log_probabilities_of_prompts_are_refused_by_their_field() {
+        let check = |fields: &str, tokens: usize| {
+            let request = request(Endpoint::Completions, fields);
+            check_prompt_logprobs(&request, &[vec![0; tokens / 2], vec![0; tokens / 2]])
+        };
+        let most = PROMPT_LOGPROBS_MAX / 8;
+        assert!(check(r#""prompt_logprobs": 1, "n": 4"#, most).is_ok());
+        let both = r#""prompt_logprobs": 0, "logprobs": 0, "echo": true, "n": 4"#;
+        assert!(check(both, most).is_ok());
+        for (fields, field) in [
+            (r#""prompt_logprobs": 1, "n": 4"#, "prompt_logprobs"),
+            (both, "prompt_logprobs"),
+            (r#""logprobs": 1, "echo": true, "n": 4"#, "echo"),
+        ] {
+            let error = check(fields, most + 2).expect_err("too many");
+            assert_eq!(error.param.as_deref(), Some(field), "{fields}");
         }
     }
 }

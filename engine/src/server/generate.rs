@@ -323,6 +323,8 @@ impl GenerateTask {
             let at = index / self.request.n as usize;
             let (prompt, scores) = (&self.prompts[at], &self.prompt_scores[at]);
             let tokenizer = &self.frontend.model.tokenizer;
+            // A chat has them once, beside its choices.
+            let scored = index == 0 || self.request.endpoint == Endpoint::Completions;
             let own = |top| prompt_logprobs::prompt_logprobs(tokenizer, prompt, scores, top);
             let with_prompt = |top| match self.request.echo {
                 true => [prompt_logprobs::echoed_tokens(tokenizer, prompt, scores, top), logprobs].concat(),
@@ -341,7 +343,7 @@ impl GenerateTask {
                 finish: choice.finish.take().expect("every choice has ended"),
                 token_ids: self.request.return_token_ids.then(|| std::mem::take(&mut choice.tokens)),
                 prompt_token_ids: self.request.return_token_ids.then(|| prompt.clone()),
-                prompt_logprobs: self.request.prompt.logprobs.map(own),
+                prompt_logprobs: self.request.prompt.logprobs.filter(|_| scored).map(own),
             });
         }
         let bytes = self.head.full(&finished, &self.usage.usage(), self.params().as_ref());
