@@ -154,7 +154,7 @@ pub struct ChoiceDelta<'a> {
     pub reasoning: Option<&'a str>,
     /// Chat: additions to calls.
     pub calls: &'a [CallDelta],
-    /// Chat: whether the choice has had calls, for the reason of its end.
+    /// Chat: as [`MessageParts::called`], for the reason of its end.
     pub called: bool,
     /// Log-probabilities of the new tokens, if requested.
     pub logprobs: Option<&'a [TokenLogprob]>,

@@ -138,7 +138,7 @@ fn a_chat_stream_is_role_deltas_usage_and_done() {
 #[test]
 fn reasoning_and_calls_have_fields_of_their_own() {
     let call = ToolCall { id: "call_1".into(), name: "f".into(), arguments: "{\"a\":1}".into() };
-    let parts = MessageParts { reasoning: "Hm.".into(), calls: vec![call] };
+    let parts = MessageParts { reasoning: "Hm.".into(), calls: vec![call], called: true };
     let choice = |text: &str, finish| FinishedChoice {
         index: 0,
         text: text.into(),
@@ -159,6 +159,12 @@ fn reasoning_and_calls_have_fields_of_their_own() {
         })
     );
     assert_eq!(reply["finish_reason"], "tool_calls");
+    // A call of the function that the request named ends as any text.
+    let named = FinishedChoice {
+        parts: MessageParts { called: false, ..parts.clone() },
+        ..choice("", stopped(None))
+    };
+    assert_eq!(whole(named)["finish_reason"], "stop");
     // A text that was cut off did not end because of its calls.
     let reply = whole(choice("x", Finish { reason: FinishReason::Length, stop: None }));
     assert_eq!((&reply["message"]["content"], &reply["finish_reason"]), (&json!("x"), &json!("length")));

@@ -38,7 +38,7 @@ pub(super) struct Choice {
 #[derive(Default)]
 pub(super) struct ChoiceUpdate {
     pub(super) text: String,
-    /// Reasoning and calls of a chat whose text is parsed, and whether there have been any calls.
+    /// Reasoning and calls of a chat whose text is parsed, and whether its text ends because of calls.
     pub(super) reasoning: String,
     pub(super) calls: Vec<CallDelta>,
     pub(super) called: bool,

@@ -77,7 +77,7 @@ impl<'a> Choice<'a> {
             index: choice.index,
             body,
             logprobs: choice.logprobs.as_deref().map(|tokens| Logprobs::new(endpoint, tokens, 0)),
-            finish_reason: Some(reason_of(&choice.finish, !choice.parts.calls.is_empty())),
+            finish_reason: Some(reason_of(&choice.finish, choice.parts.called)),
             stop_reason: Some(choice.finish.stop.as_ref()),
             token_ids: choice.token_ids.as_deref(),
             prompt_token_ids: of_prompt.and_then(|choice| choice.prompt_token_ids.as_deref()),

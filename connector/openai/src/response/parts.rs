@@ -9,6 +9,8 @@ pub struct MessageParts {
     pub reasoning: String,
     /// The calls, in order.
     pub calls: Vec<ToolCall>,
+    /// Whether a text that ended by itself ended because of its calls. Not if the request named their function.
+    pub called: bool,
 }
 
 /// A call of a tool.

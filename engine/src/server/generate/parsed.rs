@@ -25,6 +25,8 @@ pub(super) struct ParsedChoice {
     parser: OutputParser,
     ids: CallIds,
     calls: u32,
+    /// Whether the request names the function of its calls. They are no reason of the end then, as in OpenAI's API.
+    named: bool,
     include_reasoning: bool,
 }
 
@@ -73,6 +75,7 @@ impl ParsedChoice {
             parser: OutputParser::new(format, context),
             ids: CallIds::new(sequence, index, format.calls),
             calls: 0,
+            named: matches!(chat.tool_choice, ToolChoice::Function(_)),
             include_reasoning: chat.include_reasoning,
         })
     }
@@ -102,7 +105,7 @@ impl ParsedChoice {
                 OutputPart::Arguments(text) => self.add_arguments(&text, update),
             }
         }
-        update.called = self.calls > 0;
+        update.called = self.calls > 0 && !self.named;
     }
 
     /// Adds to the arguments of the last call.
@@ -118,6 +121,7 @@ impl ParsedChoice {
 /// Adds an update to a complete message.
 pub(super) fn collect(parts: &mut MessageParts, update: ChoiceUpdate) {
     parts.reasoning.push_str(&update.reasoning);
+    parts.called |= update.called;
     for CallDelta { head, arguments, .. } in update.calls {
         match head {
             Some((id, name)) => parts.calls.push(ToolCall { id, name, arguments }),

@@ -244,10 +244,14 @@ fn a_forced_call_is_made_by_a_model_that_knows_no_format() {
             "parallel_tool_calls": false})
     };
     let named = json!({"type": "function", "function": {"name": "time"}});
-    for (choice, functions) in [(json!("required"), &["weather", "time"][..]), (named, &["time"])] {
+    let cases = [(json!("required"), &["weather", "time"][..], "tool_calls"), (named, &["time"][..], "stop")];
+    for (choice, functions, reason) in cases {
         let body = forced(choice);
         let alone = answer(&cluster.one.generate("forced", &body).ok());
-        assert_eq!(alone["finish_reason"], "tool_calls", "{alone}");
+        assert_eq!(alone["finish_reason"], reason, "{alone}");
+        let streamed = merged(&cluster.one.generate("forced", &with(&body, "stream", json!(true))).text);
+        assert_eq!(streamed["finish_reason"], reason, "{streamed}");
+        assert_eq!(streamed["message"]["tool_calls"], alone["message"]["tool_calls"]);
         let call = &alone["message"]["tool_calls"][0]["function"];
         assert!(functions.iter().any(|name| call["name"] == *name), "{alone}");
         let arguments: Value =
