@@ -7,7 +7,7 @@
 //! ```
 //!
 //! A block that is no call is content, as the model wrote it. What follows a call inside its block is dropped up to
-//! the closing marker, or is content if that marker never comes.
+//! the closing marker, or is content if that marker does not come before the next block.
 
 use super::call_object::{CallObject, CallStep, ValueScanner, ValueStep};
 use super::marker::MarkerMatcher;
@@ -51,7 +51,7 @@ enum BlockPlace {
     Head(String),
     /// Mistral: in arguments without an object around them.
     Arguments(ValueScanner),
-    /// Behind a call, before the closing marker.
+    /// Behind a call, before the closing marker or the next block.
     Rest(MarkerMatcher),
 }
 
@@ -122,11 +122,16 @@ impl BlockCalls {
                     self.place = BlockPlace::Text;
                 }
             }
-            BlockPlace::Rest(close) => {
+            BlockPlace::Rest(markers) => {
                 let raw = &mut self.raw;
-                if close.push(character, |free| raw.push(free)).is_some() {
+                let found = markers.push(character, |free| raw.push(free));
+                if found.is_some() && found == self.syntax.close {
                     self.raw.clear();
                     self.place = BlockPlace::Text;
+                } else if found.is_some() {
+                    // The closing marker is missing: what follows the call is content.
+                    sink.content(&std::mem::take(&mut self.raw));
+                    self.open(found);
                 }
             }
         }
@@ -135,7 +140,7 @@ impl BlockCalls {
     pub(super) fn finish(&mut self, sink: &mut OutputSink) {
         let held = match &mut self.place {
             BlockPlace::Text => self.text.finish(),
-            BlockPlace::Rest(close) => std::mem::take(&mut self.raw) + &close.finish(),
+            BlockPlace::Rest(markers) => std::mem::take(&mut self.raw) + &markers.finish(),
             BlockPlace::Object(object) if object.is_begun() => String::new(),
             // A part of the closing marker.
             BlockPlace::Between(_) if self.called => String::new(),
@@ -246,7 +251,7 @@ impl BlockCalls {
     /// Leaves the block at a character that does not belong to it, the last of `raw`.
     fn leave(&mut self, sink: &mut OutputSink) {
         if let (Some(_), true) = (self.syntax.close, self.called) {
-            self.place = BlockPlace::Rest(MarkerMatcher::new(CLOSES));
+            self.place = BlockPlace::Rest(MarkerMatcher::new(HERMES_MARKERS));
             let raw = std::mem::take(&mut self.raw);
             raw.chars().for_each(|character| self.push(character, sink));
             return;
@@ -262,5 +267,5 @@ impl BlockCalls {
     }
 }
 
-/// The closing markers, for text behind a call.
-const CLOSES: &[&str] = &["</tool_call>"];
+/// The markers of blocks that close, for text behind a call.
+const HERMES_MARKERS: &[&str] = &["<tool_call>", "</tool_call>"];

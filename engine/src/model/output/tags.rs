@@ -28,6 +28,8 @@ const PARAMETER_END: &str = "</parameter>";
 pub(super) const MARKERS: &[&str] = &[OPEN, FUNCTION];
 /// What ends an argument. Models leave out its closing tag at times.
 const VALUE_ENDS: &[&str] = &[PARAMETER_END, PARAMETER, FUNCTION_END];
+/// What is read between arguments. Models leave out a function's closing tag at times.
+const BETWEEN: &[&str] = &[PARAMETER, FUNCTION_END, OPEN, FUNCTION, CLOSE];
 
 /// Bytes of a name in a tag.
 const NAME_BYTES_MAX: usize = 256;
@@ -38,8 +40,8 @@ enum TagPlace {
     /// Behind the opening tag of a block. A number of bytes of the function's tag have been read.
     Opened(usize),
     FunctionName,
-    /// In a function, between arguments, with a part of a tag.
-    Between(String),
+    /// In a function, between arguments.
+    Between(MarkerMatcher),
     ParameterName,
     Value(MarkerMatcher),
     /// Behind a function: the block may close. A number of bytes of its closing tag have been read.
@@ -106,21 +108,14 @@ impl TaggedCalls {
                 } else if sink.call(self.function.trim()) {
                     self.raw.clear();
                     self.has_arguments = false;
-                    self.place = TagPlace::Between(String::new());
+                    self.place = TagPlace::Between(MarkerMatcher::new(BETWEEN));
                 } else {
                     self.leave(sink);
                 }
             }
-            TagPlace::Between(tag) => {
-                tag.push(character);
-                if tag.as_str() == PARAMETER {
-                    self.parameter.clear();
-                    self.place = TagPlace::ParameterName;
-                } else if tag.as_str() == FUNCTION_END {
-                    self.end(sink);
-                } else if !(PARAMETER.starts_with(tag.as_str()) || FUNCTION_END.starts_with(tag.as_str())) {
-                    tag.clear();
-                    tag.extend(Some(character).filter(|character| *character == '<'));
+            TagPlace::Between(tags) => {
+                if let Some(tag) = tags.push(character, |_| {}) {
+                    self.behind_value(tag, sink);
                 }
             }
             TagPlace::ParameterName if character == '>' => {
@@ -174,13 +169,22 @@ impl TaggedCalls {
         sink.arguments(if self.has_arguments { ", " } else { "{" });
         sink.arguments(&format!("{name}: {value}"));
         self.has_arguments = true;
-        match marker {
+        self.behind_value(marker, sink);
+    }
+
+    /// Goes on behind a tag in a function. The next block and the end of this one end a function that has no end.
+    fn behind_value(&mut self, tag: &str, sink: &mut OutputSink) {
+        match tag {
             PARAMETER => {
                 self.parameter.clear();
                 self.place = TagPlace::ParameterName;
             }
             FUNCTION_END => self.end(sink),
-            _ => self.place = TagPlace::Between(String::new()),
+            OPEN | FUNCTION | CLOSE => {
+                self.end(sink);
+                tag.chars().for_each(|character| self.push(character, sink));
+            }
+            _ => self.place = TagPlace::Between(MarkerMatcher::new(BETWEEN)),
         }
     }
 

@@ -146,6 +146,30 @@ fn what_follows_a_call_in_its_block_is_dropped_unless_the_block_stays_open() {
 }
 
 #[test]
+fn a_call_behind_one_that_is_not_closed_is_found() {
+    let text = "<tool_call>{\"name\": \"weather\", \"arguments\": {\"city\": \"Paris\"}}\n\
+                <tool_call>{\"name\": \"time\", \"arguments\": {}}</tool_call>";
+    has(HERMES, text, &two_calls());
+    // The first object is not closed either.
+    let text = "<tool_call>{\"name\": \"weather\", \"arguments\": {\"city\": \"Paris\"}\n\
+                <tool_call>{\"name\": \"time\", \"arguments\": {}}\n";
+    has(HERMES, text, &two_calls());
+    let text = "<tool_call>{\"name\": \"time\"} and <tool_call>{\"name\": \"time\"} then <tool_call> words";
+    let expected = [
+        &call("time", "{}")[..],
+        &[content("and")],
+        &call("time", "{}"),
+        &[content("then <tool_call> words")],
+    ]
+    .concat();
+    has(HERMES, text, &expected);
+    let text = "<tool_call><function=weather><parameter=city>Paris</parameter>\n<tool_call><function=time></tool_call>Then.";
+    has(CODER, text, &[two_calls(), vec![content("Then.")]].concat());
+    let text = "<function=weather><parameter=city>Paris</parameter><function=time></function>";
+    has(CODER, text, &two_calls());
+}
+
+#[test]
 fn arguments_in_tags_have_the_types_of_the_schema() {
     let text = "Let me see.\n<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n\
                 </tool_call>\n<tool_call>\n<function=time>\n</function>\n</tool_call>";
@@ -395,6 +419,7 @@ fn a_long_text_of_any_pattern_is_read_a_constant_number_of_times() {
         ("<tool_call>", " "),
         ("<tool_call>{\"name\": \"time\"}", " "),
         ("<tool_call>{\"name\": \"time\"}x", "</tool_call"),
+        ("<tool_call>{\"name\": \"time\"}x", "<tool_call>"),
         ("<tool_call>{\"name\": \"time\", \"arguments\": \"", "["),
         ("<tool_call>{\"arguments\": {\"a\": ", "["),
         ("<function=f>", "<"),
