@@ -81,8 +81,7 @@ pub struct ParseLimits {
 /// The kind of engine that gets a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Scope {
-    /// An engine with exactly the features of this crate. Other features are refused by name: forced tool calls,
-    /// images.
+    /// An engine with exactly the features of this crate. Other features, such as images, are refused by name.
     #[default]
     ThisEngine,
     /// An engine that may have more features. Known fields must be well formed. The engine checks unknown fields and

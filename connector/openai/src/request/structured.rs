@@ -81,7 +81,7 @@ pub enum OutputConstraint {
     Regex(String),
     /// One of these texts.
     Choice(Vec<String>),
-    /// A text of a grammar in Lark's syntax.
+    /// A text of a grammar, in Lark's syntax or in EBNF.
     Grammar(String),
 }
 
