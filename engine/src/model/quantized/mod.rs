@@ -11,7 +11,7 @@ pub(in crate::model) mod ggml;
 mod int4;
 
 use safetensors::Dtype;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use self::fp8::Fp8Matrix;
 use self::int4::{Int4Layout, Int4Matrix};
@@ -182,7 +182,15 @@ fn compressed(config: &Value) -> Result<QuantScheme, String> {
     if config.get("kv_cache_scheme").is_some_and(|scheme| !scheme.is_null()) {
         return Err("kv_cache_scheme".to_owned());
     }
-    let scheme = match config.get("format").and_then(Value::as_str).unwrap_or("unnamed") {
+    // Rotations of activations belong to the weights: without them the model computes something else.
+    if config.get("transform_config").is_some_and(is_a_transform) {
+        return Err("transform_config".to_owned());
+    }
+    if let Some(sparsity) = config.get("sparsity_config").filter(|sparsity| !sparsity.is_null()) {
+        absent_or(sparsity, "format", &json!("dense")).map_err(|what| format!("sparsity_config: {what}"))?;
+    }
+    let format = config.get("format").and_then(Value::as_str).unwrap_or("unnamed");
+    let scheme = match format {
         "float-quantized" => compressed_floats,
         "pack-quantized" => compressed_integers,
         other => return Err(format!("format {other}")),
@@ -190,6 +198,7 @@ fn compressed(config: &Value) -> Result<QuantScheme, String> {
     let mut found: Option<QuantScheme> = None;
     let groups = config.get("config_groups").and_then(Value::as_object);
     for group in groups.ok_or("no config_groups")?.values() {
+        absent_or(group, "format", &json!(format)).map_err(|what| format!("a group of {what}"))?;
         let weights = group.get("weights").filter(|weights| weights.is_object()).ok_or("no weights")?;
         let scheme = scheme(weights)?;
         if found.is_some_and(|found| found != scheme) {
@@ -198,6 +207,15 @@ fn compressed(config: &Value) -> Result<QuantScheme, String> {
         found = Some(scheme);
     }
     found.ok_or_else(|| "no config_groups".to_owned())
+}
+
+/// Whether a `transform_config` has transforms.
+fn is_a_transform(config: &Value) -> bool {
+    let is_empty = |value: &Value| value.is_null() || value.as_object().is_some_and(Map::is_empty);
+    match config.as_object() {
+        Some(fields) => !fields.iter().all(|(name, value)| name == "config_groups" && is_empty(value)),
+        None => !config.is_null(),
+    }
 }
 
 fn compressed_floats(weights: &Value) -> Result<QuantScheme, String> {

@@ -80,6 +80,43 @@ fn formats_that_are_not_read_are_refused_by_name() {
     assert!(error.contains("hqq") && error.contains("gptq"), "{error}");
 }
 
+#[test]
+fn compressed_tensors_with_another_computation_are_refused_by_name() {
+    let with = |field: &str, value: Value| {
+        let weights = json!({"num_bits": 8, "type": "float", "strategy": "channel"});
+        let mut config = json!({"quant_method": "compressed-tensors", "format": "float-quantized",
+            "config_groups": {"group_0": {"weights": weights, "format": "float-quantized"}}});
+        match field.strip_prefix("group ") {
+            Some(field) => config["config_groups"]["group_0"][field] = value,
+            None => config[field] = value,
+        }
+        QuantScheme::parse(&config)
+    };
+    let rotation = json!({"config_groups": {"R1": {"type": "hadamard", "apply": [], "randomize": false}}});
+    for (field, value, words) in [
+        ("transform_config", rotation, "transform_config"),
+        ("transform_config", json!({"R1": {}}), "transform_config"),
+        ("transform_config", json!("spinquant"), "transform_config"),
+        ("sparsity_config", json!({"format": "sparse-24-bitmask"}), "sparsity_config: format"),
+        ("sparsity_config", json!({"format": "sparse-bitmask"}), "sparse-bitmask"),
+        ("group format", json!("nvfp4-pack-quantized"), "nvfp4-pack-quantized"),
+        ("kv_cache_scheme", json!({"num_bits": 8}), "kv_cache_scheme"),
+    ] {
+        let error = with(field, value).expect_err(words);
+        assert!(error.contains(words), "{error}");
+    }
+    for (field, value) in [
+        ("transform_config", json!(null)),
+        ("transform_config", json!({})),
+        ("transform_config", json!({"config_groups": {}})),
+        ("sparsity_config", json!({})),
+        ("sparsity_config", json!({"format": "dense", "sparsity_structure": "unstructured"})),
+        ("group format", json!(null)),
+    ] {
+        assert_eq!(with(field, value), Ok(QuantScheme::Fp8), "{field}");
+    }
+}
+
 /// Parts of a matrix `w.weight` of 8 outputs by 8 inputs with one group.
 fn parts(changed: Option<(&'static str, TensorPart<'static>)>) -> Result<QuantizedMatrix<'static>, String> {
     const ZEROS: &[u8] = &[0; 64];
