@@ -317,7 +317,7 @@ impl Weights {
             }
             Stored::Gguf(kind, interleaved_heads) => {
                 let bytes = match interleaved_heads {
-                    Some(heads) => Cow::Owned(rows_of_heads(bytes, shape[0], heads)),
+                    Some(heads) => Cow::Owned(gguf::rows_of_heads(bytes, shape[0], heads)),
                     None => Cow::Borrowed(bytes),
                 };
                 match kind {
@@ -340,13 +340,6 @@ fn plain(dtype: Dtype) -> Option<WeightDtype> {
         Dtype::BF16 => Some(WeightDtype::Bf16),
         _ => None,
     }
-}
-
-/// The rows of a GGUF tensor in the checkpoint's order. A row is whole blocks, so its bytes are moved unchanged.
-fn rows_of_heads(bytes: &[u8], rows: usize, heads: usize) -> Vec<u8> {
-    let size = bytes.len() / rows;
-    let order = gguf::head_rows(rows, heads).expect("the shape is that of the file, which has been checked");
-    order.flat_map(|row| &bytes[row * size..(row + 1) * size]).copied().collect()
 }
 
 /// Number of weights of a configuration, for progress and benchmarks.

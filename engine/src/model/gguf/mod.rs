@@ -11,6 +11,7 @@ mod header;
 mod pre_tokenizer;
 mod vocabulary;
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
@@ -144,7 +145,10 @@ impl GgufFiles {
         for (shard, header) in headers.iter().enumerate() {
             for tensor in header.tensors() {
                 let Some(place) = model.place(tensor)? else { continue };
-                if place.interleaved_heads.is_some_and(|heads| head_rows(tensor.shape[0], heads).is_none()) {
+                // A row is moved as bytes, so it must be whole blocks: elements of one dimension are not.
+                let has_rows = tensor.shape.len() == 2 || tensor.kind.block_len() == 1;
+                let is_of_heads = |heads| has_rows && head_rows(tensor.shape[0], heads).is_some();
+                if place.interleaved_heads.is_some_and(|heads| !is_of_heads(heads)) {
                     let what = format!(
                         "tensor {} has shape {:?}, which is not one of heads",
                         tensor.name, tensor.shape
@@ -210,10 +214,11 @@ pub fn check(bytes: &[u8]) -> bool {
     for entry in files.entries().into_iter().flatten() {
         let bytes = &files.shards[entry.shard].1[entry.start..entry.end];
         let values: usize = entry.shape.iter().product();
-        entry.kind.read_f32(bytes, values - 1, &mut [0.0]);
-        if let Some(rows) = entry.interleaved_heads.and_then(|heads| head_rows(entry.shape[0], heads)) {
-            assert!(rows.max() < Some(entry.shape[0]), "a row of the tensor");
-        }
+        let bytes = match entry.interleaved_heads {
+            Some(heads) => Cow::Owned(rows_of_heads(bytes, entry.shape[0], heads)),
+            None => Cow::Borrowed(bytes),
+        };
+        entry.kind.read_f32(&bytes, values - 1, &mut [0.0]);
     }
     read
 }
@@ -242,7 +247,7 @@ pub(super) fn in_folder(folder: &Path) -> Result<Option<PathBuf>, ModelError> {
 ///
 /// llama.cpp rotates neighbouring rows, and the checkpoint rows that are half a head apart. Its converter therefore
 /// stores row `p` of the first half of a head as row `2p`, and row `p` of the second half as row `2p + 1`.
-pub(super) fn head_rows(rows: usize, heads: usize) -> Option<impl Iterator<Item = usize>> {
+fn head_rows(rows: usize, heads: usize) -> Option<impl Iterator<Item = usize>> {
     if heads == 0 || !rows.is_multiple_of(heads.checked_mul(2)?) {
         return None;
     }
@@ -252,6 +257,16 @@ pub(super) fn head_rows(rows: usize, heads: usize) -> Option<impl Iterator<Item 
         let (head, at) = (row / head_dim, row % head_dim);
         head * head_dim + at % half * 2 + at / half
     }))
+}
+
+/// The rows of a tensor in the checkpoint's order. A row is whole blocks, so its bytes are moved unchanged.
+///
+/// # Panics
+/// When the rows are not those of so many heads: [`GgufFiles::entries`] refuses such a tensor.
+pub(super) fn rows_of_heads(bytes: &[u8], rows: usize, heads: usize) -> Vec<u8> {
+    let size = bytes.len() / rows;
+    let order = head_rows(rows, heads).expect("the shape is that of the file, which has been checked");
+    order.flat_map(|row| &bytes[row * size..(row + 1) * size]).copied().collect()
 }
 
 /// The end of the name of one of several files.

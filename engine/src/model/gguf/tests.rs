@@ -250,6 +250,23 @@ fn the_rows_of_llamas_heads_are_put_back() {
 }
 
 #[test]
+fn a_block_that_spans_rows_of_heads_is_refused() {
+    // One dimension of 256 values is one block: no row of it can be moved.
+    let bias = |kind, bytes: &[u8]| model("llama").tensor("blk.0.attn_q.bias", &[256], kind, bytes);
+    refused(&bias(12, &[0; 144]), "blk.0.attn_q.bias has shape [256]");
+    refused(&model("llama").tensor("blk.0.attn_k.bias", &[32], 8, &[0; 34]), "which is not one of heads");
+    assert!(!check(&bias(12, &[0; 144]).file()));
+    let allowed = [
+        bias(0, &[0; 1024]),
+        bias(1, &[0; 512]),
+        model("llama").tensor("blk.0.attn_k.weight", &[256, 4], 12, &[0; 576]),
+    ];
+    for sketch in allowed {
+        assert!(check(&sketch.file()));
+    }
+}
+
+#[test]
 fn what_is_not_computed_is_refused_by_name() {
     let with = |sketch: GgufSketch, words: &str| refused(&sketch, words);
     refused(&model("gemma3"), "architecture gemma3");
