@@ -210,6 +210,10 @@ impl<'a> GgufModel<'a> {
                 return Err(self.header.unsupported(&what, SUPPORTED));
             }
         }
+        let key = self.key("attention.causal");
+        if self.header.flag(&key)? == Some(false) {
+            return Err(self.header.unsupported(&format!("{key} false"), "supported: causal attention"));
+        }
         // A window as long as the context is none.
         let window = self.size("attention.sliding_window")?.filter(|window| *window > 0);
         let context = self.size("context_length")?.unwrap_or(0);

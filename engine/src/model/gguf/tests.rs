@@ -50,6 +50,11 @@ impl GgufSketch {
         self
     }
 
+    fn flag(mut self, key: &str, flag: bool) -> Self {
+        self.key(key, 7).push(u8::from(flag));
+        self
+    }
+
     fn texts(mut self, key: &str, texts: &[&str]) -> Self {
         let values = self.key(key, 9);
         values.extend(8_u32.to_le_bytes());
@@ -273,6 +278,7 @@ fn what_is_not_computed_is_refused_by_name() {
     with(model("llama").size("llama.expert_count", 8), "llama.expert_count 8");
     with(model("llama").number("llama.logit_scale", 0.5), "llama.logit_scale 0.5");
     with(model("llama").size("llama.attention.sliding_window", 32), "llama.attention.sliding_window 32");
+    with(model("qwen3").flag("qwen3.attention.causal", false), "qwen3.attention.causal false");
     with(model("llama").text("llama.rope.scaling.type", "longrope"), "rope scaling longrope");
     with(model("llama").size("llama.rope.dimension_count", 2), "llama.rope.dimension_count 2");
     with(model("llama").floats("rope_freqs.weight", &[2], 7.0), "rope_freqs.weight");
@@ -284,6 +290,7 @@ fn what_is_not_computed_is_refused_by_name() {
     // An effect-free value is no obstacle.
     for allowed in [
         model("llama").size("llama.expert_count", 0),
+        model("llama").flag("llama.attention.causal", true),
         model("qwen3").floats("blk.0.attn_q_norm.weight", &[4], 0.0),
     ] {
         opened(&allowed).expect("nothing to refuse");
