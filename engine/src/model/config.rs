@@ -189,7 +189,7 @@ impl ModelConfig {
         self.mlp.experts.as_ref().filter(|experts| !is_dense(experts))
     }
 
-    /// Multiplier of embeddings.
+    /// Multiplier of embeddings, before it is rounded to the type of the stored ones.
     #[must_use]
     pub fn embedding_scale(&self) -> Option<f32> {
         self.spec.scales.embedding.then(|| (self.hidden as f64).sqrt() as f32)

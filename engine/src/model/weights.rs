@@ -46,6 +46,16 @@ impl WeightDtype {
             Self::F16 | Self::Bf16 => 2,
         }
     }
+
+    /// The nearest number of this type, the even one of two.
+    #[must_use]
+    pub fn rounded(self, value: f32) -> f32 {
+        match self {
+            Self::F32 => value,
+            Self::F16 => f16::from_f32(value).to_f32(),
+            Self::Bf16 => bf16::from_f32(value).to_f32(),
+        }
+    }
 }
 
 /// One tensor: row-major values, not necessarily aligned.
@@ -479,6 +489,16 @@ mod tests {
             weights.tensor(name, &[2]).unwrap().read_f32(0, &mut out);
             assert_eq!(out, values, "{name}");
         }
+    }
+
+    #[test]
+    fn multipliers_are_rounded_to_the_type_as_in_torch() {
+        // Roots of the widths of Gemma 3 270M, 1B and 4B, and of Gemma 2 9B.
+        for (width, in_bf16) in [(640.0_f32, 25.25), (1152.0, 34.0), (2560.0, 50.5), (3584.0, 59.75)] {
+            assert_eq!(WeightDtype::Bf16.rounded(width.sqrt()), in_bf16, "{width}");
+            assert_eq!(WeightDtype::F32.rounded(width.sqrt()), width.sqrt());
+        }
+        assert_eq!(WeightDtype::F16.rounded(1152.0_f32.sqrt()), 33.9375);
     }
 
     #[test]

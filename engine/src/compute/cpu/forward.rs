@@ -276,7 +276,7 @@ impl Step<'_> {
     fn embed(&self, worker: &Worker<'_>) {
         let config = &self.network.config;
         let (rotary, ropes) = (config.attention.rotary_dim, &self.network.ropes);
-        let scale = config.embedding_scale();
+        let scale = self.network.embedding_scale;
         worker.each(self.plan.rows.len(), |index| {
             let row = self.plan.rows[index];
             // SAFETY: each row is claimed by one worker.

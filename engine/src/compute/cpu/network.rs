@@ -19,6 +19,8 @@ pub(super) struct CpuNetwork {
     /// The output matrix; with tied embeddings also the embedding.
     pub(super) head: Matrix,
     embedding: Option<Embedding>,
+    /// Multiplier of embeddings. Checkpoints were trained with the root rounded to the type of the embedding.
+    pub(super) embedding_scale: Option<f32>,
     /// The ropes of the layers.
     pub(super) ropes: Vec<RopeAngles>,
     /// The unit that multiplies in bfloat16 mode.
@@ -105,6 +107,7 @@ impl CpuNetwork {
         // An estimate from the first tensor's bytes for each value. Progress is only displayed.
         let size = embedding.bytes() as f64 / (vocab * hidden) as f64;
         loader.total = (parameter_count(config) as f64 * size) as u64;
+        let dtype = embedding.dtype();
         let (embedding, head) = if config.tied {
             drop(embedding);
             (None, loader.whole_matrix(&name, vocab, hidden)?)
@@ -125,6 +128,7 @@ impl CpuNetwork {
             final_norm: loader.norm(&weight(names.final_norm), hidden)?,
             head,
             embedding,
+            embedding_scale: config.embedding_scale().map(|scale| dtype.rounded(scale)),
             ropes: ropes.into_iter().flatten().map(angles).collect(),
             config: config.clone(),
             bf16: (mode == WeightMode::Bf16).then_some(unit),

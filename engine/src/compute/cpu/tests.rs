@@ -142,6 +142,15 @@ fn windows_caps_and_experts_change_no_bit_in_any_mode() {
 }
 
 #[test]
+fn embeddings_are_multiplied_by_the_root_in_their_own_type() {
+    // The root of 72 is 8.4853, and 8.5 in the bf16 of the weights.
+    for (architecture, config) in unlike_llama() {
+        let wanted = architecture.starts_with("Gemma").then_some(8.5);
+        assert_eq!(executor(&config, |_| ()).network.embedding_scale, wanted, "{architecture}");
+    }
+}
+
+#[test]
 fn a_window_hides_the_keys_before_it() {
     let (_, config) = unlike_llama().swap_remove(0);
     let wide = ModelConfig {
