@@ -166,7 +166,7 @@ fn layers_with_a_window(fields: &JsonFields<'_>, layers: usize) -> Result<Option
 mod tests {
     use serde_json::{Value, json};
 
-    use super::super::ModelConfig;
+    use super::super::{ModelConfig, RopeScaling};
     use crate::model::ModelError;
     use crate::model::generation::GenerationDefaults;
 
@@ -293,6 +293,42 @@ mod tests {
             let error = parse(architecture, &changes).unwrap_err().to_string();
             assert!(error.contains(words), "{error}");
         }
+    }
+
+    #[test]
+    fn the_original_context_of_longrope_is_found_in_both_dialects() {
+        let numbers = vec![1.5; 8];
+        let original = |config: &ModelConfig| match config.attention.rope.scaling {
+            RopeScaling::Long { original_positions, attention_factor, .. } => {
+                (original_positions, attention_factor)
+            }
+            _ => panic!("longrope"),
+        };
+        let of = |inside: Option<u32>, outside: Option<u32>| {
+            let mut scaling =
+                json!({"rope_type": "longrope", "short_factor": numbers, "long_factor": numbers});
+            if let Some(inside) = inside {
+                scaling["original_max_position_embeddings"] = json!(inside);
+            }
+            let mut legacy = json!({"max_position_embeddings": 131_072, "rope_theta": 5e5});
+            if let Some(outside) = outside {
+                legacy["original_max_position_embeddings"] = json!(outside);
+            }
+            let mut current = legacy.clone();
+            legacy["rope_scaling"] = scaling.clone();
+            scaling["rope_theta"] = json!(5e5);
+            current["rope_theta"] = json!(null);
+            current["rope_parameters"] = scaling;
+            let [legacy, current] = [legacy, current]
+                .map(|changes| parse("Phi3ForCausalLM", &changes).expect("a sound configuration"));
+            assert_eq!(legacy, current);
+            original(&current)
+        };
+        let factor = (1.0 + 32.0_f64.ln() / 4096.0_f64.ln()).sqrt();
+        assert_eq!(of(None, Some(4096)), (4096.0, factor));
+        assert_eq!(of(Some(8192), Some(4096)), (4096.0, factor));
+        assert_eq!(of(Some(8192), None).0, 8192.0);
+        assert_eq!(of(None, None), (4096.0, factor));
     }
 
     #[test]

@@ -12,6 +12,9 @@ use crate::model::spec::{RopeRule, RopeStretch};
 
 const SUPPORTED: &str = "default, linear, llama3, yarn; longrope of Phi-3";
 
+/// Original context of LongRoPE if no field has it: the default of transformers for Phi-3.
+const PHI3_ORIGINAL_POSITIONS: f64 = 4096.0;
+
 /// Rotary position embedding of a checkpoint.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
@@ -93,7 +96,9 @@ impl Rope {
         };
         if per_layer {
             let rope = |kind, theta| match of_kind(kind)? {
-                Some(fields) => Self::with_scaling(&fields, Some(&fields), theta, max_positions, rule),
+                Some(fields) => {
+                    Self::with_scaling(config, (&fields, Some(&fields)), theta, max_positions, rule)
+                }
                 None => Ok(Self { theta, scaling: RopeScaling::None }),
             };
             let whole = rope("full_attention", rule.theta)?;
@@ -112,13 +117,14 @@ impl Rope {
             None => config.object("rope_scaling")?,
         };
         let fields = parameters.as_ref().filter(|fields| fields.get("rope_theta").is_some());
-        Self::with_scaling(fields.unwrap_or(config), scaling.as_ref(), rule.theta, max_positions, rule)
+        let fields = fields.unwrap_or(config);
+        Self::with_scaling(config, (fields, scaling.as_ref()), rule.theta, max_positions, rule)
     }
 
-    /// A rope with the base of `fields` and the stretching of `scaling`.
+    /// A rope with the base of `fields` and the stretching of `scaling`. `config` has the fields of the whole model.
     fn with_scaling(
-        fields: &JsonFields<'_>,
-        scaling: Option<&JsonFields<'_>>,
+        config: &JsonFields<'_>,
+        (fields, scaling): (&JsonFields<'_>, Option<&JsonFields<'_>>),
         theta: f64,
         max_positions: usize,
         rule: &RopeRule,
@@ -127,7 +133,7 @@ impl Rope {
         let scaling = match scaling {
             None => RopeScaling::None,
             Some(scaling) if rule.stretch == RopeStretch::Long => {
-                RopeScaling::parse_long(scaling, fields, max_positions)?
+                RopeScaling::parse_long(scaling, config, max_positions)?
             }
             Some(scaling) => RopeScaling::parse(scaling, max_positions)?,
         };
@@ -266,7 +272,8 @@ fn divisors(fields: &JsonFields<'_>, name: &str) -> Result<Vec<f32>, ModelError>
 }
 
 impl RopeScaling {
-    /// The scaling of Phi-3, which has several names. The original context is a field of `config` or of `fields`.
+    /// The scaling of Phi-3, which has several names. The original context is a field of `config`, which wins as in
+    /// transformers, or of `fields`.
     fn parse_long(
         fields: &JsonFields<'_>,
         config: &JsonFields<'_>,
@@ -283,8 +290,8 @@ impl RopeScaling {
             return Err(fields.unsupported(&format!("rope {scale}"), "longrope without scales of its own"));
         }
         const ORIGINAL: &str = "original_max_position_embeddings";
-        let original = fields.positive(ORIGINAL)?.or(config.positive(ORIGINAL)?);
-        let original = original.unwrap_or(max_positions as f64);
+        let original = config.positive(ORIGINAL)?.or(fields.positive(ORIGINAL)?);
+        let original = original.unwrap_or(PHI3_ORIGINAL_POSITIONS);
         let factor = fields.positive("factor")?.unwrap_or(max_positions as f64 / original);
         let attention_factor = match fields.positive("attention_factor")? {
             Some(given) => given,
