@@ -120,7 +120,7 @@ impl ModelConfig {
         if !(norm_eps > 0.0 && norm_eps < 1.0) {
             return Err(fields.malformed(format!("rms_norm_eps {norm_eps} is not between 0 and 1")));
         }
-        let attention = AttentionConfig::parse(&fields, spec, (layers, heads.dim, declared))?;
+        let mut attention = AttentionConfig::parse(&fields, spec, (layers, heads.dim, declared))?;
         let max_positions = match spec.rope.stretch {
             RopeStretch::Positions => attention.rope.positions(declared),
             RopeStretch::Declared | RopeStretch::Long => declared,
@@ -130,6 +130,7 @@ impl ModelConfig {
                 "rope scaling gives {max_positions} positions, not between 1 and {MAX_POSITIONS}"
             )));
         }
+        attention.fit_windows(max_positions);
         let vocab = size("vocab_size", MAX_VOCAB)?.or(spec.defaults.vocab);
         let vocab = vocab.ok_or_else(|| fields.absent("vocab_size"))?;
         let tied = fields.flag("tie_word_embeddings")?.or(whole.flag("tie_word_embeddings")?);
@@ -172,6 +173,7 @@ impl ModelConfig {
     #[must_use]
     pub fn for_positions(mut self, positions: usize) -> Self {
         self.attention.rope.choose_for(positions);
+        self.attention.fit_windows(positions);
         self
     }
 

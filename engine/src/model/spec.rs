@@ -117,9 +117,15 @@ pub enum WindowRule {
     /// No layer.
     Never,
     /// With `use_sliding_window`: the layers that `layer_types` names, otherwise those from `max_window_layers` on.
-    FromLayer,
+    FromLayer {
+        /// Width if `sliding_window` is absent.
+        width: usize,
+    },
     /// With `use_sliding_window`: every layer.
-    Flagged,
+    Flagged {
+        /// Width if `sliding_window` is absent.
+        width: usize,
+    },
     /// Every layer, unless `sliding_window` is null. The default counts if the field is absent.
     Whole(Option<usize>),
     /// The layers that `layer_types` names, otherwise all but every n-th.
@@ -290,7 +296,7 @@ const QWEN2: ModelSpec = ModelSpec {
     architecture: "Qwen2ForCausalLM",
     model_type: "qwen2",
     biases: BiasRules { qkv: FlagRule::Always, ..NO_BIAS },
-    windows: WindowRule::FromLayer,
+    windows: WindowRule::FromLayer { width: 4096 },
     defaults: QWEN_DEFAULTS,
     ..LLAMA
 };
@@ -299,7 +305,7 @@ const QWEN3: ModelSpec = ModelSpec {
     model_type: "qwen3",
     tensors: TensorNames { qk_norm: QK_NORM, ..LLAMA_TENSORS },
     biases: ATTENTION_BIAS,
-    windows: WindowRule::FromLayer,
+    windows: WindowRule::FromLayer { width: 4096 },
     // The default of transformers' Qwen3Config, which does not depend on the width.
     defaults: SizeDefaults { head_dim: Some(128), ..QWEN_DEFAULTS },
     ..LLAMA
@@ -309,7 +315,7 @@ const QWEN3_MOE: ModelSpec = ModelSpec {
     model_type: "qwen3_moe",
     tensors: TensorNames { qk_norm: QK_NORM, ..LLAMA_TENSORS },
     biases: ATTENTION_BIAS,
-    windows: WindowRule::Flagged,
+    windows: WindowRule::Flagged { width: 4096 },
     experts: Some(ExpertRule {
         count: ("num_experts", 128),
         per_token: 8,

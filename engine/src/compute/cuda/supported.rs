@@ -92,6 +92,8 @@ mod tests {
             ("Qwen3ForCausalLM", json!({})),
             ("MistralForCausalLM", json!({"sliding_window": null})),
             ("Phi3ForCausalLM", json!({})),
+            // Phi-3 with a long context: the window is longer.
+            ("Phi3ForCausalLM", json!({"sliding_window": 262_144, "max_position_embeddings": 131_072})),
         ] {
             assert_eq!(result(architecture, &changes), Ok(()), "{architecture}");
         }

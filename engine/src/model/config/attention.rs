@@ -54,6 +54,14 @@ impl AttentionConfig {
         })
     }
 
+    /// Removes windows that hide no key of a sequence with at most this number of positions. Layers that have a rope
+    /// of their own because of their window keep it.
+    pub(super) fn fit_windows(&mut self, positions: usize) {
+        if self.local_rope.is_none() {
+            self.windows.iter_mut().for_each(|window| *window = window.filter(|width| *width < positions));
+        }
+    }
+
     /// The window of layer `layer`.
     #[must_use]
     pub fn window(&self, layer: usize) -> Option<usize> {
@@ -106,13 +114,14 @@ fn windows(
     layers: usize,
 ) -> Result<Vec<Option<usize>>, ModelError> {
     let width = fields.size("sliding_window", MAX_POSITIONS)?;
+    let or_default = |default: Option<usize>| width.or(default.filter(|_| !fields.has("sliding_window")));
     let flagged = fields.flag("use_sliding_window")?.unwrap_or(false);
     let named = layers_with_a_window(fields, layers)?;
     let no_layer = || vec![None; layers];
     let of_named = |named: &[bool], width: Option<usize>| {
         named.iter().map(|has| width.filter(|_| *has)).collect::<Vec<_>>()
     };
-    if let (WindowRule::Never | WindowRule::Flagged | WindowRule::Whole(_), Some(named)) =
+    if let (WindowRule::Never | WindowRule::Flagged { .. } | WindowRule::Whole(_), Some(named)) =
         (spec.windows, &named)
         && named.contains(&true)
     {
@@ -120,15 +129,12 @@ fn windows(
     }
     Ok(match spec.windows {
         WindowRule::Never => no_layer(),
-        WindowRule::Flagged => vec![width.filter(|_| flagged); layers],
-        WindowRule::Whole(default) => {
-            let width = width.or(default.filter(|_| !fields.has("sliding_window")));
-            vec![width; layers]
-        }
-        WindowRule::FromLayer => match named {
-            _ if !flagged || width.is_none() => no_layer(),
-            Some(named) => of_named(&named, width),
-            None => {
+        WindowRule::Flagged { width } => vec![or_default(Some(width)).filter(|_| flagged); layers],
+        WindowRule::Whole(default) => vec![or_default(default); layers],
+        WindowRule::FromLayer { width } => match (named, or_default(Some(width)).filter(|_| flagged)) {
+            (_, None) => no_layer(),
+            (Some(named), width) => of_named(&named, width),
+            (None, width) => {
                 // The default of transformers.
                 let given = fields.has("max_window_layers");
                 let from = if given { fields.size_or_zero("max_window_layers")? } else { 28 };
@@ -136,13 +142,12 @@ fn windows(
             }
         },
         WindowRule::AllBut { every, field, width: default } => {
-            let width = width.or(Some(default).filter(|_| !fields.has("sliding_window")));
             let every = match field {
                 Some(field) => fields.size(field, MAX_LAYERS)?.unwrap_or(every),
                 None => every,
             };
             let by_rule = || (1..=layers).map(|number| !number.is_multiple_of(every)).collect();
-            of_named(&named.unwrap_or_else(by_rule), width)
+            of_named(&named.unwrap_or_else(by_rule), or_default(Some(default)))
         }
     })
 }
@@ -205,6 +210,28 @@ mod tests {
             ),
             ("Qwen3MoeForCausalLM", json!({"sliding_window": 9, "use_sliding_window": true}), [9; 6]),
             ("Qwen3MoeForCausalLM", json!({"sliding_window": 9}), [0; 6]),
+            ("Qwen3MoeForCausalLM", json!({"use_sliding_window": true}), [4096; 6]),
+            ("Qwen3MoeForCausalLM", json!({"use_sliding_window": true, "sliding_window": null}), [0; 6]),
+            (
+                "Qwen3ForCausalLM",
+                json!({"use_sliding_window": true, "max_window_layers": 5}),
+                [0, 0, 0, 0, 0, 4096],
+            ),
+            // No position sees fewer keys with such a window.
+            ("MistralForCausalLM", json!({"max_position_embeddings": 4096}), [0; 6]),
+            ("MistralForCausalLM", json!({"max_position_embeddings": 4097}), [4096; 6]),
+            (
+                "Phi3ForCausalLM",
+                json!({"sliding_window": 262_144, "max_position_embeddings": 131_072}),
+                [0; 6],
+            ),
+            ("Gemma2ForCausalLM", json!({"sliding_window": 4096, "max_position_embeddings": 4096}), [0; 6]),
+            // Layers with a window have a rope of their own.
+            (
+                "Gemma3ForCausalLM",
+                json!({"sliding_window": 512, "max_position_embeddings": 512}),
+                [512, 512, 512, 512, 512, 0],
+            ),
             (
                 "Qwen2ForCausalLM",
                 json!({"sliding_window": 9, "use_sliding_window": true, "max_window_layers": 4}),
@@ -213,6 +240,15 @@ mod tests {
         ] {
             assert_eq!(windows(architecture, &changes), wanted, "{architecture} {changes}");
         }
+    }
+
+    #[test]
+    fn a_window_of_the_engines_whole_context_is_none() {
+        let mistral = parse("MistralForCausalLM", &json!({"sliding_window": 64})).expect("sound");
+        assert_eq!(mistral.clone().for_positions(65).attention.windows, [Some(64); 6]);
+        assert_eq!(mistral.for_positions(64).attention.windows, [None; 6]);
+        let gemma = parse("Gemma3ForCausalLM", &json!({"sliding_window": 64})).expect("sound");
+        assert_eq!(gemma.for_positions(64).attention.window(0), Some(64));
     }
 
     #[test]
