@@ -356,6 +356,26 @@ fn a_vocabulary_that_contradicts_itself_is_refused() {
 }
 
 #[test]
+fn merges_of_sentencepiece_are_bounded_by_the_tokens() {
+    // A run of n letters has n - 1 divisions, and all parts are tokens.
+    let merges = |longest: usize| {
+        let runs: Vec<String> = (1..=longest).map(|len| "a".repeat(len)).collect();
+        let sketch = GgufSketch::default()
+            .text("tokenizer.ggml.model", "llama")
+            .texts("tokenizer.ggml.tokens", &runs.iter().map(String::as_str).collect::<Vec<_>>())
+            .wholes("tokenizer.ggml.scores", &vec![0; longest]);
+        let file = sketch.file();
+        let header = GgufHeader::read("m.gguf", &file).expect("a header");
+        let tokenizer = Vocabulary::read(&header).expect("a vocabulary").tokenizer();
+        tokenizer.map(|found| found["model"]["merges"].as_array().map_or(0, Vec::len))
+    };
+    // The unknown token is the first one. Divisions on average: half of the longest run.
+    assert_eq!(merges(129).expect("64 on average"), 64 * 129);
+    let error = merges(130).expect_err("more than 64 on average").to_string();
+    assert!(error.contains("130 tokens have more than 64 merges"), "{error}");
+}
+
+#[test]
 fn false_counts_lengths_and_offsets_are_refused_before_anything_is_allocated() {
     let base = metadata("llama");
     refused(&base.clone().described("x", &[8], 0, 0), "ends after the file");

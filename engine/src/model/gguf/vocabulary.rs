@@ -27,6 +27,9 @@ const MAX_TOKEN_BYTES: usize = 4096;
 /// Bytes of the longest token of SentencePiece that merges form. Its trainer stops at 16 characters, of 4 bytes.
 const MAX_MERGED_BYTES: usize = 256;
 
+/// Most merges for each token of SentencePiece, on average. Released vocabularies have 2.
+const MAX_MERGES_PER_TOKEN: usize = 64;
+
 /// Types of `tokenizer.ggml.token_type`.
 const UNKNOWN: i128 = 2;
 const CONTROL: i128 = 3;
@@ -295,11 +298,16 @@ impl<'a> Vocabulary<'a> {
                     merges.push((whole, *left, *right));
                 }
             }
+            let (most, tokens) = (MAX_MERGES_PER_TOKEN, self.tokens.len());
+            if merges.len() > most * tokens {
+                let what = format!("{tokens} tokens have more than {most} merges each on average");
+                return Err(self.header.malformed(what));
+            }
             merges[first..].sort_by_key(|(_, left, right)| (*left, *right));
         }
-        let chars = |id: usize| self.tokens[id].chars().count();
+        let counts: Vec<usize> = self.tokens.iter().map(|token| token.chars().count()).collect();
         // Stable: equal ones keep the order of their tokens. As in transformers, the longer parts are first.
-        let key = |merge: &(usize, usize, usize)| (scores[merge.0], chars(merge.1), chars(merge.2));
+        let key = |merge: &(usize, usize, usize)| (scores[merge.0], counts[merge.1], counts[merge.2]);
         merges.sort_by(|one, other| {
             let (one, other) = (key(one), key(other));
             let by_score = other.0.partial_cmp(&one.0).unwrap_or(Ordering::Equal);
