@@ -9,7 +9,8 @@ use serde_json::{Value, json};
 /// Limit of a topic's bytes, as at Baton's router.
 const TOPIC_BYTES_MAX: usize = 64;
 
-/// Limit of the messages that wait for the publisher: at 64 KiB each they take 256 MiB. vLLM's is 100,000.
+/// Limit of the messages that wait for the publisher. At 64 KiB each they take 256 MiB. A message can be larger by one
+/// event, and a name has 32 bytes here and 9 on the wire, so a full queue takes 1.8 GiB at most. vLLM's is 100,000.
 const MAX_QUEUE_SIZE: usize = 4_096;
 
 /// Limit of each number of messages.

@@ -72,6 +72,13 @@ impl EventSender {
         self.audience.number()
     }
 
+    /// Whether messages were dropped and none after them shows it. The caller then calls [`Self::send`] soon, even
+    /// without changes.
+    #[must_use]
+    pub fn hides_gap(&self) -> bool {
+        self.hides_gap
+    }
+
     /// Queues changes, in order. Never waits: messages beyond the queue's bound are dropped, and a later message shows
     /// the gap, even if it has no events.
     pub fn send(&mut self, events: Vec<CacheEvent>) {
@@ -155,6 +162,7 @@ mod tests {
         }
         // Nothing has changed since, but subscribers must learn of the gap.
         sender.send(Vec::new());
+        assert!(sender.hides_gap(), "the queue is still full");
         let mut received = Vec::new();
         while let Ok(batch) = queue.try_recv() {
             received.push((batch.sequence, batch.events.len()));
@@ -163,6 +171,7 @@ mod tests {
         assert_eq!(sender.audience(), 2, "each loss may concern every subscriber");
         sender.send(Vec::new());
         sender.send(Vec::new());
+        assert!(!sender.hides_gap());
         let batch = queue.try_recv().expect("a message without events");
         assert_eq!((batch.sequence, batch.events.len()), (4, 0));
         assert!(queue.try_recv().is_err(), "once");

@@ -26,6 +26,10 @@ use crate::run::random::random_bytes;
 use crate::scheduler::Scheduler;
 use crate::scheduler::sequence::SeqId;
 
+/// How long an idle engine waits before it shows subscribers of KV events a gap again. The publisher has then encoded
+/// some messages of a full queue.
+const GAP_PERIOD: Duration = Duration::from_millis(100);
+
 /// See the module's documentation.
 pub struct StepLoop {
     core: EngineCore<LiveEnv>,
@@ -65,7 +69,7 @@ impl StepLoop {
         // Publishes the block counts before the first request.
         self.publish();
         loop {
-            let mail = if blocked { self.mailbox.wait(self.core.wake_at()) } else { self.mailbox.collect() };
+            let mail = if blocked { self.mailbox.wait(self.wake_at()) } else { self.mailbox.collect() };
             if let Some(events) = &self.events {
                 self.core.set_event_audience(events.audience());
             }
@@ -86,6 +90,13 @@ impl StepLoop {
                 return;
             }
         }
+    }
+
+    /// When an idle loop continues without mail.
+    fn wake_at(&self) -> Option<Instant> {
+        let hides_gap = self.events.as_ref().is_some_and(EventSender::hides_gap);
+        let gap = hides_gap.then(|| Instant::now() + GAP_PERIOD);
+        self.core.wake_at().into_iter().chain(gap).min()
     }
 
     fn publish(&mut self) {
