@@ -126,6 +126,15 @@ impl GgufFiles {
         self.shards.iter().map(|(name, _)| name.clone()).collect()
     }
 
+    /// Where the tensors of a file begin, behind all metadata: the end of a file without tensors.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub(super) fn header_end(&self, shard: usize) -> Result<usize, ModelError> {
+        let first = self.header(shard)?.tensors().iter().map(|tensor| tensor.start).min();
+        Ok(first.unwrap_or(self.shards[shard].1.len()))
+    }
+
     /// The model's name: that of the first file, without extension and number.
     pub(super) fn model_name(&self) -> String {
         let name = &self.shards[0].0;

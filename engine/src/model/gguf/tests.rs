@@ -491,6 +491,18 @@ fn another_file_is_another_model() {
     assert_eq!(one, identity_of(&model("llama")));
     assert_ne!(one, identity_of(&model("llama").number("llama.rope.freq_base", 5e5)));
     assert_ne!(one, identity_of(&metadata("llama").floats("token_embd.weight", &[8, 4], 1.0)));
+
+    // A header that is longer than what is always read. Samples of 4 MiB are 8 KiB apart and of 4 KiB.
+    let with_text = |text: &str| {
+        let long = model("llama").text("general.description", text);
+        identity_of(&long.tensor("output.weight", &[8, 131_072], 0, &vec![0; 4 << 20]))
+    };
+    let text = "x".repeat(300_000);
+    let base = with_text(&text);
+    for at in [100_000, 102_000, 104_000, 106_000] {
+        let changed = format!("{}y{}", &text[..at], &text[at + 1..]);
+        assert_ne!(base, with_text(&changed), "{at}");
+    }
 }
 
 #[test]
