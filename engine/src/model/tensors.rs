@@ -1,5 +1,6 @@
 //! The tensors of a layer, from the family's names and the configuration's sizes. Every device walks this list.
 
+use super::ModelError;
 use super::config::{ExpertConfig, ModelConfig};
 use super::spec::LAYERS;
 
@@ -70,7 +71,64 @@ pub struct DenseTensors {
     pub down_bias: Option<String>,
 }
 
+/// A visitor of tensors: it gets the name and the shape of each.
+type TensorVisitor<'a> = dyn FnMut(&str, &[usize]) -> Result<(), ModelError> + 'a;
+
+impl LayerTensors {
+    fn visit(&self, config: &ModelConfig, visit: &mut TensorVisitor<'_>) -> Result<(), ModelError> {
+        let hidden = config.hidden;
+        for part in &self.qkv {
+            visit(&part.name, &[part.total, hidden])?;
+        }
+        for part in self.qkv_bias.iter().flatten() {
+            visit(&part.name, &[part.total])?;
+        }
+        for norm in self.qk_norm.iter().flatten() {
+            visit(norm, &[config.head_dim])?;
+        }
+        visit(&self.output, &[hidden, config.query_width()])?;
+        let norms = [Some(&self.attention_norm), Some(&self.mlp_norm)];
+        let optional = [&self.output_bias, &self.attention_post_norm, &self.mlp_post_norm];
+        for vector in norms.into_iter().chain(optional.map(Option::as_ref)).flatten() {
+            visit(vector, &[hidden])?;
+        }
+        match &self.mlp {
+            MlpTensors::Dense(dense) => dense.visit(hidden, visit),
+            MlpTensors::Experts { router, experts } => {
+                visit(router, &[experts.len(), hidden])?;
+                experts.iter().try_for_each(|expert| expert.visit(hidden, visit))
+            }
+        }
+    }
+}
+
+impl DenseTensors {
+    fn visit(&self, hidden: usize, visit: &mut TensorVisitor<'_>) -> Result<(), ModelError> {
+        for part in &self.gate_up {
+            visit(&part.name, &[part.total, hidden])?;
+        }
+        for part in self.gate_up_bias.iter().flatten() {
+            visit(&part.name, &[part.total])?;
+        }
+        visit(&self.down, &[hidden, self.intermediate])?;
+        self.down_bias.iter().try_for_each(|bias| visit(bias, &[hidden]))
+    }
+}
+
 impl ModelConfig {
+    /// Visits every tensor that a device reads: its name and shape. One with the rows of several projections is visited
+    /// once for each. Ends with the visitor's first error.
+    pub(super) fn tensor_shapes(&self, visit: &mut TensorVisitor<'_>) -> Result<(), ModelError> {
+        let (names, prefix) = (&self.spec.tensors, self.spec.prefix());
+        let weight = |part: &str| format!("{prefix}{part}.weight");
+        visit(&weight(names.embedding), &[self.vocab, self.hidden])?;
+        if !self.tied {
+            visit(&weight(names.head), &[self.vocab, self.hidden])?;
+        }
+        visit(&weight(names.final_norm), &[self.hidden])?;
+        (0..self.layers).try_for_each(|layer| self.layer_tensors(layer).visit(self, visit))
+    }
+
     /// The tensors of layer `layer`.
     #[must_use]
     pub fn layer_tensors(&self, layer: usize) -> LayerTensors {
@@ -151,11 +209,15 @@ fn parts<const N: usize>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::compute::cpu::{CpuExecutor, CpuOptions};
+    use crate::model::ModelFiles;
     use crate::model::generation::GenerationDefaults;
     use crate::model::spec::ModelSpec;
+    use safetensors::Dtype;
+    use safetensors::tensor::TensorView;
     use serde_json::json;
 
-    fn tensors(architecture: &str, layer: usize) -> LayerTensors {
+    fn config(architecture: &str) -> ModelConfig {
         let mut config = json!({
             "architectures": [architecture], "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
             "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 100
@@ -168,7 +230,59 @@ mod tests {
             config["mlp_only_layers"] = json!([1]);
         }
         let config = ModelConfig::parse(config.to_string().as_bytes(), GenerationDefaults::default());
-        config.expect("a sound configuration").layer_tensors(layer)
+        config.expect("a sound configuration")
+    }
+
+    fn tensors(architecture: &str, layer: usize) -> LayerTensors {
+        config(architecture).layer_tensors(layer)
+    }
+
+    /// Loads a checkpoint of these tensors, all zero. Returns the calls of the progress, and the error.
+    fn load(config: &ModelConfig, tensors: &[(String, Vec<usize>)]) -> (usize, Option<String>) {
+        let folder = tempfile::tempdir().expect("a folder");
+        let zeros = vec![0; 1 << 16];
+        let view = |(name, shape): &(String, Vec<usize>)| {
+            let bytes = &zeros[..shape.iter().product::<usize>() * 2];
+            (name.clone(), TensorView::new(Dtype::F16, shape.clone(), bytes).expect("its bytes"))
+        };
+        let views: Vec<(String, TensorView<'_>)> = tensors.iter().map(view).collect();
+        let file = safetensors::serialize(views, None).expect("a file");
+        std::fs::write(folder.path().join("model.safetensors"), file).expect("written");
+        let options = CpuOptions { blocks: 4, threads: 1, ..CpuOptions::default() };
+        let mut calls = 0;
+        let files = ModelFiles::Dir(folder.path().into());
+        let loaded = CpuExecutor::load(&files, config, &options, &mut |_| calls += 1);
+        let error = loaded.err().map(|error| error.to_string());
+        (calls, error)
+    }
+
+    #[test]
+    fn no_weight_is_read_of_a_checkpoint_that_lacks_a_later_one() {
+        for architecture in
+            ["LlamaForCausalLM", "Phi3ForCausalLM", "Gemma3ForCausalLM", "Qwen3MoeForCausalLM"]
+        {
+            let config = config(architecture);
+            let mut all = Vec::new();
+            let mut collect = |name: &str, shape: &[usize]| {
+                all.push((name.to_owned(), shape.to_vec()));
+                Ok(())
+            };
+            config.tensor_shapes(&mut collect).expect("no error of its own");
+            all.sort();
+            all.dedup();
+            let (calls, error) = load(&config, &all);
+            assert!(calls > 0 && error.is_none(), "{architecture}: {error:?}");
+            let at = all.iter().rposition(|(name, _)| name.contains("layers.2.mlp")).expect("a layer");
+            let mut wrong = all.clone();
+            wrong[at].1.push(1);
+            all.remove(at);
+            for (tensors, words) in [(all, "is missing"), (wrong, "has shape")] {
+                let (calls, error) = load(&config, &tensors);
+                let error = error.expect(words);
+                assert!(error.contains("layers.2.mlp") && error.contains(words), "{architecture}: {error}");
+                assert_eq!(calls, 0, "{architecture}");
+            }
+        }
     }
 
     fn rows(part: &TensorRows) -> (&str, usize, usize, usize) {

@@ -281,51 +281,33 @@ impl Weights {
         Self(WeightSource::Random { seed })
     }
 
+    /// Compares names, shapes and types of all tensors of a model with the headers. No float is read but the scales of
+    /// quantized matrices.
+    ///
+    /// # Errors
+    /// As [`Self::tensor`].
+    pub fn check(&self, config: &ModelConfig) -> Result<(), ModelError> {
+        match &self.0 {
+            WeightSource::Random { .. } => Ok(()),
+            WeightSource::Files { shards, tensors, scheme } => config
+                .tensor_shapes(&mut |name, shape| find(shards, tensors, *scheme, name, shape).map(|_| ())),
+        }
+    }
+
     /// One tensor of the expected shape.
     ///
     /// # Errors
     /// [`ModelError::Malformed`] if it is absent or of another shape, or if the scales of a quantized one are.
     /// [`ModelError::Unsupported`] for an element type that is neither a float nor a supported quantized type.
     pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor<'_>, ModelError> {
-        let (shards, tensors, scheme) = match &self.0 {
+        let found = match &self.0 {
             WeightSource::Random { seed } => return Ok(random_tensor(*seed, name, shape)),
-            WeightSource::Files { shards, tensors, scheme } => (shards, tensors, scheme),
+            WeightSource::Files { shards, tensors, scheme } => find(shards, tensors, *scheme, name, shape)?,
         };
-        let part = |name: &str| {
-            let entry = tensors.get(name)?;
-            let Stored::Safetensors(dtype) = entry.stored else { return None };
-            Some((dtype, entry.shape.as_slice(), &shards[entry.shard].bytes[entry.start..entry.end]))
-        };
-        let file = || match &shards[..] {
-            [only] => only.name.clone(),
-            _ => INDEX_FILE.to_owned(),
-        };
-        if let Some(matrix) = scheme.matrix(name, shape, &part) {
-            let matrix = matrix.map_err(|what| ModelError::Malformed { file: file(), what })?;
-            return Ok(Tensor::new(TensorValues::Matrix(matrix), shape));
-        }
-        let entry = tensors.get(name).ok_or_else(|| ModelError::Malformed {
-            file: file(),
-            what: format!("tensor {name} is missing"),
-        })?;
-        let shard = &shards[entry.shard];
-        if entry.shape != shape {
-            return Err(ModelError::Malformed {
-                file: shard.name.clone(),
-                what: format!("tensor {name} has shape {:?}, the configuration says {shape:?}", entry.shape),
-            });
-        }
-        let bytes = &shard.bytes[entry.start..entry.end];
-        let values = match entry.stored {
-            Stored::Safetensors(dtype) => {
-                let dtype = plain(dtype).ok_or_else(|| ModelError::Unsupported {
-                    file: shard.name.clone(),
-                    what: format!("tensor {name} of type {dtype:?}"),
-                    supported: "supported: F32, F16, BF16".into(),
-                })?;
-                TensorValues::Plain(dtype, Cow::Borrowed(bytes))
-            }
-            Stored::Gguf(kind, interleaved_heads) => {
+        let values = match found {
+            FoundTensor::Matrix(matrix) => TensorValues::Matrix(matrix),
+            FoundTensor::Plain(dtype, bytes) => TensorValues::Plain(dtype, Cow::Borrowed(bytes)),
+            FoundTensor::Gguf(kind, interleaved_heads, bytes) => {
                 let bytes = match interleaved_heads {
                     Some(heads) => Cow::Owned(gguf::rows_of_heads(bytes, shape[0], heads)),
                     None => Cow::Borrowed(bytes),
@@ -339,6 +321,61 @@ impl Weights {
             }
         };
         Ok(Tensor::new(values, shape))
+    }
+}
+
+/// A tensor whose name, shape and type have been checked.
+enum FoundTensor<'a> {
+    /// A matrix whose scales are tensors of their own.
+    Matrix(QuantizedMatrix<'a>),
+    /// Floats of a safetensors file.
+    Plain(WeightDtype, &'a [u8]),
+    /// Values of a GGUF file, with the rows of so many heads reordered.
+    Gguf(GgmlType, Option<usize>, &'a [u8]),
+}
+
+/// The tensor of this name in the files.
+fn find<'a>(
+    shards: &'a [Shard],
+    tensors: &'a HashMap<String, TensorEntry>,
+    scheme: QuantScheme,
+    name: &str,
+    shape: &[usize],
+) -> Result<FoundTensor<'a>, ModelError> {
+    let part = |name: &str| {
+        let entry = tensors.get(name)?;
+        let Stored::Safetensors(dtype) = entry.stored else { return None };
+        Some((dtype, entry.shape.as_slice(), &shards[entry.shard].bytes[entry.start..entry.end]))
+    };
+    let file = || match shards {
+        [only] => only.name.clone(),
+        _ => INDEX_FILE.to_owned(),
+    };
+    if let Some(matrix) = scheme.matrix(name, shape, &part) {
+        let matrix = matrix.map_err(|what| ModelError::Malformed { file: file(), what })?;
+        return Ok(FoundTensor::Matrix(matrix));
+    }
+    let entry = tensors
+        .get(name)
+        .ok_or_else(|| ModelError::Malformed { file: file(), what: format!("tensor {name} is missing") })?;
+    let shard = &shards[entry.shard];
+    if entry.shape != shape {
+        return Err(ModelError::Malformed {
+            file: shard.name.clone(),
+            what: format!("tensor {name} has shape {:?}, the configuration says {shape:?}", entry.shape),
+        });
+    }
+    let bytes = &shard.bytes[entry.start..entry.end];
+    match entry.stored {
+        Stored::Gguf(kind, interleaved_heads) => Ok(FoundTensor::Gguf(kind, interleaved_heads, bytes)),
+        Stored::Safetensors(dtype) => match plain(dtype) {
+            Some(dtype) => Ok(FoundTensor::Plain(dtype, bytes)),
+            None => Err(ModelError::Unsupported {
+                file: shard.name.clone(),
+                what: format!("tensor {name} of type {dtype:?}"),
+                supported: "supported: F32, F16, BF16".into(),
+            }),
+        },
     }
 }
 

@@ -96,6 +96,7 @@ impl CpuNetwork {
         threads: &mut ThreadPool,
         progress: &mut dyn FnMut(WeightLoadProgress),
     ) -> Result<Self, ModelError> {
+        weights.check(config)?;
         let (arena, norm_offset) = (WeightArena::default(), config.spec.norm_offset);
         let mut loader =
             CpuLoader { weights, mode, unit, norm_offset, threads, arena, progress, done: 0, total: 0 };

@@ -67,6 +67,7 @@ impl CudaNetwork {
         (element, positions): (Element, usize),
         progress: &mut dyn FnMut(WeightLoadProgress),
     ) -> Result<Self, LoadError> {
+        weights.check(config)?;
         let mut loader = CudaLoader::new(device, on, weights, element, progress)?;
         loader.total = (parameter_count(config) * element.bytes()) as u64;
         let (hidden, vocab) = (config.hidden, config.vocab);
