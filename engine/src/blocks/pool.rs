@@ -135,7 +135,13 @@ impl BlockPool {
         audience.is_none_or(|audience| self.blocks[id.index()].announced == Some(audience))
     }
 
-    /// The present audience has an event of these blocks.
+    /// Whether the present audience has an event of the cached block with this hash, and of all blocks before it.
+    #[must_use]
+    pub fn is_known(&self, hash: BlockHash) -> bool {
+        self.find(hash).is_some_and(|id| self.is_announced(id))
+    }
+
+    /// The present audience has an event of these blocks, and of the blocks before them.
     pub fn mark_announced(&mut self, blocks: &[BlockId]) {
         let audience = self.events.as_ref().map(CacheEventLog::audience);
         for id in blocks {
@@ -233,7 +239,8 @@ impl BlockPool {
         assert!(block.active > 0 && !block.landing, "only a block with an active holder is registered");
         let enters = block.hash.is_none() && !self.by_hash.contains_key(&hash);
         if enters {
-            self.blocks[id.index()].hash = Some(hash);
+            let block = &mut self.blocks[id.index()];
+            (block.hash, block.announced) = (Some(hash), None);
             self.by_hash.insert(hash, id);
         }
         enters

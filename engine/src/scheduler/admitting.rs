@@ -163,8 +163,9 @@ impl Scheduler {
         let cached = prefix.len() * block_tokens;
         self.pool.share(&prefix);
         sequence.blocks.begin_with(prefix);
-        sequence.record_found(&mut self.pool, block_tokens);
+        let recorded = sequence.record_found(&mut self.pool, block_tokens);
         sequence.reuse.set_cached(cached.min(sequence.prompt_len));
+        self.announce_copies_of(&recorded);
         match self.choose_connector(id, in_tiers) {
             Some(HANDOFF) => return self.begin_fetch(id, fresh),
             Some(OFFLOAD) => return self.begin_load(id, in_tiers, fresh),

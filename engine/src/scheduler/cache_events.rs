@@ -32,14 +32,20 @@ impl Scheduler {
     /// Announces the copies of a block in the tiers, if subscribers know its tokens: from the pool, or from another
     /// copy.
     pub(super) fn announce_copies(&mut self, hash: BlockHash) {
-        let is_cached = self.pool.find(hash).is_some();
-        let records = self.pool.events_mut().is_some();
-        if let Some(index) = self.tier_index_mut()
-            && records
-            && (is_cached || index.is_announced(hash))
+        let is_known = self.pool.is_known(hash);
+        let audience = self.pool.events_mut().map(|events| events.audience());
+        if let Some(audience) = audience
+            && let Some(index) = self.tier_index_mut()
+            && (is_known || index.is_announced(hash, audience))
         {
-            index.announce(hash);
+            index.announce(hash, audience);
         }
+    }
+
+    /// The same for blocks of the pool that were just recorded again, before one of them can leave it.
+    pub(super) fn announce_copies_of(&mut self, hashes: &[BlockHash]) {
+        hashes.iter().for_each(|hash| self.announce_copies(*hash));
+        self.record_tier_changes();
     }
 
     /// Moves changes of the tiers behind those of the pool. A copy is recorded before its block can leave the pool:
@@ -196,8 +202,13 @@ mod tests {
         let mut silent = Scheduler::new(CONFIG, 8);
         assert_eq!(compute(&mut silent, 1, &[1, 2, 3, 4, 5], None), []);
         let mut scheduler = Scheduler::new(CONFIG, 8).with_cache_events();
-        assert_eq!(compute(&mut scheduler, 1, &[1, 2, 3, 4, 5], Some(&"s".repeat(1_025))), []);
+        let long = "s".repeat(1_025);
+        assert_eq!(compute(&mut scheduler, 1, &[1, 2, 3, 4, 5], Some(&long)), []);
         assert_eq!(scheduler.usage().cached, 1, "it is cached all the same");
+        // Nor are its copies, whose tokens no event contains.
+        let tiers = TierConfig { host_blocks: 1, disk_blocks: 1 };
+        let mut tiered = Scheduler::new(CONFIG, 8).with_cache_events().with_tiers(tiers, []);
+        assert_eq!(compute(&mut tiered, 1, &[1, 2, 3, 4, 5], Some(&long)), []);
     }
 
     #[test]
@@ -218,6 +229,51 @@ mod tests {
     }
 
     #[test]
+    fn copies_are_announced_again_to_a_new_audience_and_withdrawn_before() {
+        let tiers = TierConfig { host_blocks: 2, disk_blocks: 0 };
+        let mut scheduler = Scheduler::new(CONFIG, 8).with_cache_events().with_tiers(tiers, []);
+        let prompt: Vec<u32> = (1..=9).collect();
+        let of_prompt = hashes(&prompt, None);
+        let first = compute(&mut scheduler, 1, &prompt, None);
+        assert_eq!(first.len(), 2, "the blocks and their copies: {first:?}");
+        scheduler.set_event_audience(1);
+        let copied = |hash: BlockHash| CacheEvent::Copied { medium: CacheMedium::Host, hashes: vec![hash] };
+        let removed = |hash: BlockHash| CacheEvent::Removed { medium: CacheMedium::Host, hashes: vec![hash] };
+        let events = compute(&mut scheduler, 2, &prompt, None);
+        assert_eq!(events[0], first[0]);
+        let copies = of_prompt.iter().flat_map(|hash| [removed(*hash), copied(*hash)]);
+        assert_eq!(events[1..], copies.collect::<Vec<_>>());
+        assert_eq!(compute(&mut scheduler, 3, &prompt, None), [], "once");
+    }
+
+    #[test]
+    fn blocks_behind_an_unknown_one_are_recorded_again_with_it() {
+        let mut scheduler = Scheduler::new(CONFIG, 16).with_cache_events();
+        let prompt: Vec<u32> = (1..=33).collect();
+        let of_prompt = hashes(&prompt, None);
+        submit(&mut scheduler, 1, &prompt, None);
+        for part in &scheduler.schedule() {
+            assert_eq!(scheduler.commit(part, None), None, "16 of 33 tokens");
+        }
+        // The rest of the prompt is recorded behind blocks that the new audience does not know.
+        scheduler.set_event_audience(1);
+        run(&mut scheduler);
+        let stored = |events: Vec<CacheEvent>| -> Vec<(usize, Option<BlockHash>)> {
+            let stored = |event| match event {
+                CacheEvent::Stored(run) => (run.hashes.len(), run.parent),
+                other => panic!("{other:?}"),
+            };
+            events.into_iter().map(stored).collect()
+        };
+        let parent = Some(of_prompt[3]);
+        let all = stored(scheduler.take_cache_events());
+        assert_eq!((all[0], all[1]), ((4, None), (4, parent)), "{all:?}");
+        assert_eq!(stored(compute(&mut scheduler, 2, &prompt[..17], None)), [(4, None)]);
+        assert_eq!(stored(compute(&mut scheduler, 3, &prompt, None)), [(4, parent)]);
+        assert_eq!(compute(&mut scheduler, 4, &prompt, None), [], "once");
+    }
+
+    #[test]
     fn a_disk_block_of_an_earlier_run_is_announced_when_the_pool_has_it() {
         let prompt: Vec<u32> = (1..=9).collect();
         let of_prompt = hashes(&prompt, None);
@@ -235,7 +291,7 @@ mod tests {
     #[test]
     fn a_subscriber_knows_exactly_the_cached_blocks() {
         let mut scheduler = Scheduler::new(CONFIG, 12).with_cache_events();
-        let mut known = BTreeSet::new();
+        let (mut known, mut orphans) = (BTreeSet::<BlockHash>::new(), BTreeSet::<BlockHash>::new());
         let mut draw = 7_u64;
         let mut next = |below: u64| {
             draw = draw.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -255,17 +311,28 @@ mod tests {
             for event in scheduler.take_cache_events() {
                 match event {
                     CacheEvent::Stored(run) => {
-                        let mut parent = run.parent.unwrap_or_else(BlockHash::root);
+                        // A block behind one that has left the pool is recorded again with it.
+                        let is_of = |parent: &BlockHash| known.contains(parent) && !orphans.contains(parent);
+                        let follows = run.parent.as_ref().is_none_or(is_of);
+                        let (mut parent, mut again) = (run.parent.unwrap_or_else(BlockHash::root), false);
                         for (hash, tokens) in run.hashes.iter().zip(run.tokens.chunks_exact(BLOCK)) {
                             parent = BlockHash::of_block(parent, tokens, None);
                             assert_eq!(parent, *hash);
-                            assert!(known.insert(*hash), "a block is stored once");
+                            again |= orphans.remove(hash);
+                            assert!(known.insert(*hash) || again, "a block is stored once");
+                            if !follows {
+                                orphans.insert(*hash);
+                            }
                         }
                     }
                     CacheEvent::Removed { hashes, .. } => {
                         assert!(hashes.iter().all(|hash| known.remove(hash)));
+                        hashes.iter().for_each(|hash| _ = orphans.remove(hash));
                     }
-                    CacheEvent::Cleared => known.clear(),
+                    CacheEvent::Cleared => {
+                        known.clear();
+                        orphans.clear();
+                    }
                     CacheEvent::Copied { .. } => panic!("there is no tier"),
                 }
             }

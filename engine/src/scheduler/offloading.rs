@@ -224,13 +224,13 @@ impl Scheduler {
         sequence.register(&mut self.pool, block_tokens);
         let blocks = &sequence.blocks;
         let Some(offload) = &mut self.offload else { return };
-        let announces = self.pool.events_mut().is_some();
+        let audience = self.pool.events_mut().map(|events| events.audience());
         for &hash in blocks.hashes.get(from..blocks.registered).unwrap_or_default() {
             if !offload.index.contains(hash) {
                 offload.push_backlog(id, hash);
-            } else if announces {
+            } else if let Some(audience) = audience.filter(|_| self.pool.is_known(hash)) {
                 // A copy of an earlier run, or of a block that had left the pool.
-                offload.index.announce(hash);
+                offload.index.announce(hash, audience);
             }
         }
         self.record_tier_changes();

@@ -152,15 +152,19 @@ impl SequenceBlocks {
         self.registered = full;
     }
 
-    /// Records that these blocks entered the prefix cache, if the pool records its changes.
+    /// Records that these blocks entered the prefix cache, if the pool records its changes. A subscriber that does not
+    /// know the block before them cannot use the event, so they are recorded again with it.
     fn record(&self, pool: &mut BlockPool, blocks: Range<usize>, tokens: &[u32], block_tokens: usize) {
         let salt = self.salt.as_deref();
+        let parent = blocks.start.checked_sub(1).map(|before| self.hashes[before]);
+        let follows_known = parent.is_none_or(|parent| pool.is_known(parent));
         let Some(events) = pool.events_mut() else { return };
         if salt.is_none_or(|salt| salt.len() <= REPORTED_SALT_MAX) {
-            let parent = blocks.start.checked_sub(1).map(|before| self.hashes[before]);
             let tokens = &tokens[blocks.start * block_tokens..blocks.end * block_tokens];
             events.stored(&self.hashes[blocks.clone()], parent, tokens, salt);
-            pool.mark_announced(&self.table[blocks]);
+            if follows_known {
+                pool.mark_announced(&self.table[blocks]);
+            }
         }
     }
 }
@@ -373,11 +377,14 @@ impl Sequence {
     }
 
     /// Records blocks that were found in the prefix cache again, from the first on that some subscriber may not know.
-    pub(crate) fn record_found(&self, pool: &mut BlockPool, block_tokens: usize) {
+    /// Returns their hashes.
+    pub(crate) fn record_found(&self, pool: &mut BlockPool, block_tokens: usize) -> Vec<BlockHash> {
         let found = &self.blocks.table[..self.blocks.shared];
-        if let Some(first) = found.iter().position(|block| !pool.is_announced(*block)) {
-            self.blocks.record(pool, first..found.len(), &self.tokens, block_tokens);
-        }
+        let Some(first) = found.iter().position(|block| !pool.is_announced(*block)) else {
+            return Vec::new();
+        };
+        self.blocks.record(pool, first..found.len(), &self.tokens, block_tokens);
+        self.blocks.hashes[first..found.len()].to_vec()
     }
 
     /// Whether the token just appended ends the sequence.
