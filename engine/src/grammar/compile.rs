@@ -16,10 +16,39 @@ const WHITESPACE: &str = r"[\x20\x0A\x0D\x09]{1,64}";
 /// Bytes of a message from the compiler.
 const MESSAGE_BYTES_MAX: usize = 400;
 
-/// A grammar before its first token, and the mask of that token.
+/// Tokens of a text between two masks, each of which renews the work that the lexer may do. A sequence renews it after
+/// every token.
+const TOKENS_PER_RENEWAL: usize = 64;
+
+/// A grammar after a text, and the mask of the next token.
 pub(super) struct CompiledGrammar {
     pub(super) matcher: Matcher,
     pub(super) first: RawMask,
+    /// Bytes of its lexer.
+    pub(super) bytes: usize,
+}
+
+impl CompiledGrammar {
+    /// The same with a lexer of its own: a shared one would fill with the states of others.
+    pub(super) fn copy(&self) -> Self {
+        Self { matcher: self.matcher.deep_clone(), first: self.first.clone(), bytes: self.bytes }
+    }
+
+    /// Adds a text.
+    ///
+    /// # Errors
+    /// The text does not begin a permitted one.
+    pub(super) fn advance(&mut self, text: &[u32], rows: usize) -> Result<(), String> {
+        let wrong = || "the text so far does not fit the constraint".to_owned();
+        for part in text.chunks(TOKENS_PER_RENEWAL) {
+            self.matcher.consume_tokens(part).map_err(|_| wrong())?;
+            self.first = match self.matcher.is_stopped() {
+                true => RawMask::complete(rows),
+                false => RawMask::of(&mut self.matcher, rows).map_err(|_| wrong())?,
+            };
+        }
+        Ok(())
+    }
 }
 
 /// A factory for grammars over a vocabulary.
@@ -55,25 +84,15 @@ pub(super) fn compile(
         }
     };
     let parser = factory.create_parser(grammar_of(constraint)?).map_err(|error| wrong(&error))?;
+    // It shares the lexer of the matcher.
+    let measured = parser.clone();
     let mut matcher = Matcher::new(Ok(parser));
     let first = RawMask::of(&mut matcher, rows).map_err(|error| wrong(&error))?;
     if first.mask.is_empty() {
         return Err("no token of the model begins a permitted text".into());
     }
-    Ok(CompiledGrammar { matcher, first })
-}
-
-/// The mask after a text.
-///
-/// # Errors
-/// The text does not begin a permitted one.
-pub(super) fn after(matcher: &mut Matcher, text: &[u32], rows: usize) -> Result<RawMask, String> {
-    let wrong = || "the text so far does not fit the constraint".to_owned();
-    matcher.consume_tokens(text).map_err(|_| wrong())?;
-    match matcher.is_stopped() {
-        true => Ok(RawMask::complete(rows)),
-        false => RawMask::of(matcher, rows).map_err(|_| wrong()),
-    }
+    let bytes = measured.parser.lexer_stats().num_bytes;
+    Ok(CompiledGrammar { matcher, first, bytes })
 }
 
 fn grammar_of(constraint: &OutputConstraint) -> Result<TopLevelGrammar, String> {

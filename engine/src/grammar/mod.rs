@@ -1,10 +1,10 @@
 //! Structured output: grammars over the model's tokens, compiled and followed off the step loop.
 //!
 //! ```text
-//!  HTTP task ─ constraint ─▶ grammar-compile ─ states, one per sequence ─▶ submissions ─▶ step loop
-//!                              (cache)                                                      │   ▲
-//!                     after each token: the grammar, to compute the next mask ◀─────────────┘   │
-//!                     grammar-mask-n, while the device runs the next step ──── mask ────────────┘
+//!  HTTP task ─ constraint ─▶ grammar-compile-n ─ states, one per sequence ─▶ submissions ─▶ step loop
+//!                              (cache)                                                        │   ▲
+//!                     after each token: the grammar, to compute the next mask ◀───────────────┘   │
+//!                     grammar-mask-n, while the device runs the next step ──── mask ──────────────┘
 //! ```
 //!
 //! The step loop only advances a grammar by one token, which takes microseconds, and applies masks that are ready. It
@@ -40,7 +40,8 @@ pub const MASK_WAIT: Duration = Duration::from_millis(2);
 /// Compilations that wait. One takes 1 to 100 ms; the next request is refused with 429.
 pub const COMPILE_QUEUE_MAX: usize = 64;
 
-/// Time until the answer of a compilation. Longer than the queue normally takes.
+/// Time until the answer of a compilation. Longer than the queue normally takes. A constraint whose compilation has
+/// begun is refused with 400 then, one that still waits with 429.
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Grammars of running and waiting sequences: as many as one request may have sequences. A lexer has a few hundred

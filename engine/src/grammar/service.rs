@@ -2,29 +2,32 @@
 //!
 //! | thread | does |
 //! |---|---|
-//! | `grammar-compile` | compiles constraints, and owns the cache; its stack is large enough for the deepest schema |
+//! | `grammar-compile-n` | compiles constraints, in order of arrival; its stack is large enough for the deepest schema |
 //! | `grammar-mask-n` | computes the masks of running sequences, in the order of the tokens |
 //!
 //! They start with the first constraint, and end by themselves when the service and all states are dropped.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::Builder;
+use std::time::Duration;
 
 use baton_openai::OutputConstraint;
 use llguidance::ParserFactory;
 use tokio::sync::oneshot;
 
-use super::cache::GrammarCache;
-use super::compile::{after, compile, factory};
+use super::cache::{self, GrammarCache};
+use super::compile::{CompiledGrammar, compile, factory};
 use super::state::{GrammarCursor, GrammarState, MaskOrder, StatePermit};
 use super::vocabulary::token_trie;
 use super::{COMPILE_QUEUE_MAX, COMPILE_TIMEOUT, GrammarRefusal, STATES_MAX};
 use crate::model::tokenizer::Tokenizer;
 
-/// Stack of the compiling thread: 32 KiB for each of the 2,048 levels that a schema may have with its references.
+/// Threads that compile: one slow constraint does not delay the others.
+const COMPILE_THREADS: usize = 2;
+/// Stack of a compiling thread: 32 KiB for each of the 2,048 levels that a schema may have with its references.
 const COMPILE_STACK_BYTES: usize = 64 << 20;
 /// Stack of a thread for masks.
 const MASK_STACK_BYTES: usize = 8 << 20;
@@ -54,8 +57,13 @@ struct CompileOrder {
     stops: Arc<[u32]>,
     text: Vec<u32>,
     permits: Vec<StatePermit>,
-    reply: oneshot::Sender<Result<Vec<GrammarState>, GrammarRefusal>>,
+    /// Whether a thread has taken it. The request reads it when its time is over.
+    begun: Arc<AtomicBool>,
+    reply: oneshot::Sender<CompileReply>,
 }
+
+/// The answer to an order.
+pub(super) type CompileReply = Result<Vec<GrammarState>, GrammarRefusal>;
 
 impl GrammarService {
     /// A service without threads, for the tokens of a model with `rows` rows and these end-of-text tokens.
@@ -82,17 +90,28 @@ impl GrammarService {
         let orders = self.orders.get_or_init(|| start(self.vocabulary.clone()));
         let orders = orders.as_ref().ok_or(GrammarRefusal::Busy("no thread for structured output"))?;
         let (reply, answer) = oneshot::channel();
-        let (constraint, stops) = (constraint.clone(), stops.into());
-        let order = CompileOrder { constraint, stops, text, permits, reply };
+        let (constraint, stops, begun) = (constraint.clone(), stops.into(), Arc::default());
+        let order = CompileOrder { constraint, stops, text, permits, begun: Arc::clone(&begun), reply };
         if orders.try_send(order).is_err() {
             return Err(GrammarRefusal::Busy("too many constraints are waiting to be compiled"));
         }
-        match tokio::time::timeout(COMPILE_TIMEOUT, answer).await {
-            Ok(Ok(states)) => states,
-            // The compiler panicked, and dropped the order.
-            Ok(Err(_)) => Err(GrammarRefusal::Invalid("it cannot be compiled".into())),
-            Err(_) => Err(GrammarRefusal::TooSlow),
-        }
+        answered(answer, &begun, COMPILE_TIMEOUT).await
+    }
+}
+
+/// Waits for the answer to an order. The constraint is at fault only if its own compilation takes the time, and not if
+/// it still waits behind others.
+pub(super) async fn answered(
+    answer: oneshot::Receiver<CompileReply>,
+    begun: &AtomicBool,
+    at_most: Duration,
+) -> CompileReply {
+    match tokio::time::timeout(at_most, answer).await {
+        Ok(Ok(states)) => states,
+        // The compiler panicked, and dropped the order.
+        Ok(Err(_)) => Err(GrammarRefusal::Invalid("it cannot be compiled".into())),
+        Err(_) if begun.load(Ordering::Acquire) => Err(GrammarRefusal::TooSlow),
+        Err(_) => Err(GrammarRefusal::Busy("the constraints before it take too long to compile")),
     }
 }
 
@@ -109,8 +128,16 @@ fn start(vocabulary: GrammarVocabulary) -> Option<SyncSender<CompileOrder>> {
         thread.spawn(move || compute_masks(&wanted, rows)).ok()?;
     }
     let (orders, arriving) = sync_channel(COMPILE_QUEUE_MAX);
-    let thread = Builder::new().name("grammar-compile".into()).stack_size(COMPILE_STACK_BYTES);
-    thread.spawn(move || compile_orders(&vocabulary, &masks, &arriving)).ok()?;
+    let shared = Arc::new((Mutex::new(arriving), OnceLock::new()));
+    for index in 0..COMPILE_THREADS {
+        let (shared, vocabulary, masks) = (Arc::clone(&shared), vocabulary.clone(), masks.clone());
+        let thread = Builder::new().name(format!("grammar-compile-{index}")).stack_size(COMPILE_STACK_BYTES);
+        let work = move || {
+            let (arriving, compiler) = &*shared;
+            compile_orders(arriving, || compiler.get_or_init(|| Compiler::new(&vocabulary)), &masks);
+        };
+        thread.spawn(work).ok()?;
+    }
     Some(orders)
 }
 
@@ -126,19 +153,21 @@ fn compute_masks(wanted: &Mutex<Receiver<MaskOrder>>, rows: usize) {
 }
 
 /// Compiles constraints until the service is dropped.
-fn compile_orders(
-    vocabulary: &GrammarVocabulary,
+fn compile_orders<'a>(
+    arriving: &Mutex<Receiver<CompileOrder>>,
+    compiler: impl Fn() -> &'a Compiler,
     masks: &SyncSender<MaskOrder>,
-    arriving: &Receiver<CompileOrder>,
 ) {
-    let mut compiler = None;
-    while let Ok(order) = arriving.recv() {
+    loop {
+        // Only one thread waits for the next order; the other one waits for the lock.
+        let next = arriving.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        let Ok(order) = next else { return };
         if order.reply.is_closed() {
             continue;
         }
-        let compiler = compiler.get_or_insert_with(|| Compiler::new(vocabulary));
-        let CompileOrder { constraint, stops, text, permits, reply } = order;
-        let states = || compiler.states(&constraint, &stops, &text, permits, masks);
+        order.begun.store(true, Ordering::Release);
+        let CompileOrder { constraint, stops, text, permits, reply, begun: _ } = order;
+        let states = || compiler().states(&constraint, &stops, &text, permits, masks);
         // After a panic the dropped reply is the answer.
         if let Ok(states) = catch_unwind(AssertUnwindSafe(states)) {
             let _ = reply.send(states);
@@ -146,11 +175,11 @@ fn compile_orders(
     }
 }
 
-/// The state of the compiling thread.
+/// What the compiling threads share.
 struct Compiler {
     factory: Result<ParserFactory, String>,
     rows: usize,
-    cache: GrammarCache,
+    cache: Mutex<GrammarCache>,
 }
 
 impl Compiler {
@@ -159,30 +188,86 @@ impl Compiler {
         let build = || token_trie(tokenizer, *rows, eos).and_then(|trie| factory(&trie));
         let built = catch_unwind(AssertUnwindSafe(build));
         let unusable = || Err("the model's vocabulary cannot be used for structured output".to_owned());
-        Self { factory: built.unwrap_or_else(|_| unusable()), rows: *rows, cache: GrammarCache::default() }
+        Self { factory: built.unwrap_or_else(|_| unusable()), rows: *rows, cache: Mutex::default() }
     }
 
     fn states(
-        &mut self,
+        &self,
         constraint: &OutputConstraint,
         stops: &Arc<[u32]>,
         text: &[u32],
         permits: Vec<StatePermit>,
         masks: &SyncSender<MaskOrder>,
-    ) -> Result<Vec<GrammarState>, GrammarRefusal> {
-        let factory = self.factory.as_ref().map_err(|why| GrammarRefusal::Invalid(why.clone()))?;
-        let compiled = self.cache.get(constraint, || compile(factory, self.rows, constraint));
-        let compiled = compiled.map_err(GrammarRefusal::Invalid)?;
-        let state = |permit| -> Result<GrammarState, GrammarRefusal> {
-            // A lexer of its own: a shared one would fill with the states of others.
-            let mut matcher = compiled.matcher.deep_clone();
-            let first = match text {
-                [] => compiled.first.clone(),
-                text => after(&mut matcher, text, self.rows).map_err(GrammarRefusal::Invalid)?,
-            };
+    ) -> CompileReply {
+        let mut begun = self.compiled(constraint).map_err(GrammarRefusal::Invalid)?;
+        begun.advance(text, self.rows).map_err(GrammarRefusal::Invalid)?;
+        let state = |permit| {
+            let CompiledGrammar { matcher, first, .. } = begun.copy();
             let cursor = GrammarCursor { matcher, stops: Arc::clone(stops), _permit: permit };
-            Ok(GrammarState::new(cursor, first, masks.clone()))
+            GrammarState::new(cursor, first, masks.clone())
         };
-        permits.into_iter().map(state).collect()
+        Ok(permits.into_iter().map(state).collect())
+    }
+
+    /// The grammar of a constraint, from the cache or compiled. No lock is held while it is compiled.
+    fn compiled(&self, constraint: &OutputConstraint) -> Result<CompiledGrammar, String> {
+        let factory = self.factory.as_ref().map_err(String::clone)?;
+        let cache = || self.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = cache::key(constraint);
+        if let Some(known) = cache().find(&key) {
+            return Ok(known);
+        }
+        let compiled = compile(factory, self.rows, constraint)?;
+        cache().add(key, compiled.copy());
+        Ok(compiled)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::tests::fixture;
+
+    fn order(live: &Arc<AtomicUsize>) -> (CompileOrder, oneshot::Receiver<CompileReply>) {
+        let (reply, answer) = oneshot::channel();
+        let order = CompileOrder {
+            constraint: OutputConstraint::Choice(vec!["a".into()]),
+            stops: Arc::from(Vec::new()),
+            text: Vec::new(),
+            permits: StatePermit::take(live, 1).expect("there are few"),
+            begun: Arc::default(),
+            reply,
+        };
+        (order, answer)
+    }
+
+    #[test]
+    fn only_a_constraint_whose_own_compilation_is_slow_is_at_fault() {
+        let mut builder = tokio::runtime::Builder::new_current_thread();
+        let runtime = builder.enable_all().build().expect("a runtime");
+        let overdue = |answer, begun: &AtomicBool| {
+            runtime.block_on(answered(answer, begun, Duration::ZERO)).expect_err("there is no answer")
+        };
+        let live = Arc::default();
+        let (waiting, answer) = order(&live);
+        assert!(matches!(overdue(answer, &waiting.begun), GrammarRefusal::Busy(_)));
+        let (taken, mut answer) = order(&live);
+        let (skipped, begun) = (Arc::clone(&waiting.begun), Arc::clone(&taken.begun));
+        let (tokenizer, _) = fixture("qwen3");
+        let rows = tokenizer.vocab();
+        let compiler = Compiler::new(&GrammarVocabulary { tokenizer, rows, eos: Vec::new() });
+        let (orders, arriving) = sync_channel(2);
+        orders.send(waiting).expect("there is room");
+        orders.send(taken).expect("there is room");
+        drop(orders);
+        let (masks, _wanted) = sync_channel(1);
+        let compiling = || {
+            let (_held, unanswered) = oneshot::channel();
+            assert_eq!(overdue(unanswered, &begun), GrammarRefusal::TooSlow);
+            &compiler
+        };
+        compile_orders(&Mutex::new(arriving), compiling, &masks);
+        assert!(answer.try_recv().is_ok_and(|states| states.is_ok()), "it was compiled");
+        assert!(!skipped.load(Ordering::Acquire), "nobody waits for it any more");
     }
 }
