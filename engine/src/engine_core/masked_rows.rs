@@ -61,9 +61,14 @@ impl<S: EngineEnv> EngineCore<S> {
         }
     }
 
-    fn end_unmasked(&mut self, id: SeqId, fault: GrammarFault) {
+    /// Ends a sequence that its grammar cannot continue.
+    pub(super) fn end_unmasked(&mut self, id: SeqId, fault: GrammarFault) {
         tracing::warn!(parent: request_span!(self.request_of(id)), event = "grammar_failed", seq = id.0,
             reason = fault.text(), "structured output ended early");
-        self.end_with(id, FinishReason::Error, SeqEvent::Unavailable(fault.text()));
+        let event = match fault {
+            GrammarFault::DeadEnd | GrammarFault::Excluded => SeqEvent::DeadEnd(fault.text()),
+            GrammarFault::Stopped => SeqEvent::Unavailable(fault.text()),
+        };
+        self.end_with(id, FinishReason::Error, event);
     }
 }

@@ -57,6 +57,8 @@ pub enum SeqEvent {
     Refused(Refusal),
     /// The end: its blocks could not be fetched, and the policy is to fail.
     LoadFailed(FailureKind),
+    /// The end: no token is left that its constraint permits. Another engine would end it at the same token.
+    DeadEnd(&'static str),
     /// The end: the engine is shutting down or its device failed.
     Unavailable(&'static str),
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::prompt_scores::PromptScores;
 use super::{EngineCore, EngineEnv, LiveSequence, SeqEvent, token_position};
 use crate::compute::{Logits, LogitsRequest, SeqStep};
-use crate::grammar::GrammarState;
+use crate::grammar::{GrammarFault, GrammarState};
 use crate::log_span::request_span;
 use crate::sampling::{SampledToken, SamplingRow, SamplingScratch, has_candidate};
 use crate::scheduler::StepPart;
@@ -101,8 +101,13 @@ impl LiveSequence {
 }
 
 impl<S: EngineEnv> EngineCore<S> {
-    /// Ends a sequence for which no token is left to choose: as after a stop token.
+    /// Ends a sequence for which no token is left to choose: as after a stop token, unless its constraint needs more
+    /// text.
     pub(super) fn end_without_token(&mut self, part: &StepPart) {
+        let grammar = self.live.get(&part.id).and_then(|live| live.grammar.as_ref());
+        if grammar.is_some_and(|grammar| !grammar.is_accepting()) {
+            return self.end_unmasked(part.id, GrammarFault::Excluded);
+        }
         let cached = self.scheduler.sequence(part.id).map_or(0, |sequence| sequence.reused().0);
         self.scheduler.commit(part, None);
         if let Some(live) = self.live.get_mut(&part.id).filter(|live| live.last_token.is_none()) {

@@ -21,6 +21,8 @@ use crate::sampling::TokenMask;
 pub enum GrammarFault {
     /// No token continues the text, or the next mask exceeds the work or the memory of one grammar.
     DeadEnd,
+    /// Other fields of the request exclude every token that continues the text.
+    Excluded,
     /// The threads have ended.
     Stopped,
 }
@@ -30,7 +32,8 @@ impl GrammarFault {
     #[must_use]
     pub const fn text(self) -> &'static str {
         match self {
-            Self::DeadEnd => "the constraint permits no further token, or is too complex",
+            Self::DeadEnd => "it permits no further token here, or is too complex",
+            Self::Excluded => "other fields of the request exclude every token that it permits here",
             Self::Stopped => "the engine is shutting down",
         }
     }
@@ -109,6 +112,15 @@ pub(super) struct GrammarCursor {
 pub(super) struct MaskedCursor {
     cursor: Box<GrammarCursor>,
     mask: TokenMask,
+    /// Whether the text so far is complete.
+    accepting: bool,
+}
+
+impl MaskedCursor {
+    fn new(cursor: Box<GrammarCursor>, raw: RawMask) -> Self {
+        let accepting = raw.accepting;
+        Self { mask: raw.with_stops(&cursor.stops), cursor, accepting }
+    }
 }
 
 /// A grammar whose next mask is wanted.
@@ -122,10 +134,8 @@ impl MaskOrder {
     pub(super) fn carry_out(self, rows: usize) {
         let Self { mut cursor, reply } = self;
         let computed = RawMask::of(&mut cursor.matcher, rows);
-        let masked = match computed.map(|raw| raw.with_stops(&cursor.stops)) {
-            Ok(mask) if !mask.is_empty() => Ok(MaskedCursor { cursor, mask }),
-            Ok(_) | Err(_) => Err(GrammarFault::DeadEnd),
-        };
+        let masked = computed.ok().map(|raw| MaskedCursor::new(cursor, raw));
+        let masked = masked.filter(|masked| !masked.mask.is_empty()).ok_or(GrammarFault::DeadEnd);
         let _ = reply.send(masked);
     }
 }
@@ -158,8 +168,7 @@ impl std::fmt::Debug for GrammarState {
 impl GrammarState {
     /// A grammar before its first token.
     pub(super) fn new(cursor: GrammarCursor, first: RawMask, masks: SyncSender<MaskOrder>) -> Self {
-        let mask = first.with_stops(&cursor.stops);
-        Self { progress: MaskProgress::Ready(MaskedCursor { cursor: Box::new(cursor), mask }), masks }
+        Self { progress: MaskProgress::Ready(MaskedCursor::new(Box::new(cursor), first)), masks }
     }
 
     /// Waits for the mask of the next token, at most this long.
@@ -185,6 +194,16 @@ impl GrammarState {
         match &self.progress {
             MaskProgress::Ready(masked) => Some(&masked.mask),
             MaskProgress::Computing(_) | MaskProgress::Over | MaskProgress::Failed(_) => None,
+        }
+    }
+
+    /// Whether the text so far is complete, as far as it is known.
+    #[must_use]
+    pub fn is_accepting(&self) -> bool {
+        match &self.progress {
+            MaskProgress::Ready(masked) => masked.accepting,
+            MaskProgress::Over => true,
+            MaskProgress::Computing(_) | MaskProgress::Failed(_) => false,
         }
     }
 

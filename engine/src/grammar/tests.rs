@@ -231,9 +231,11 @@ fn a_continued_text_has_the_masks_of_the_text_in_one_piece() {
         assert_eq!(whole.wait(LONG), MaskReadiness::Ready);
         let rest = continued(&ids[..at]).expect("it fits");
         assert_eq!(rest.mask(), whole.mask(), "after {at} tokens");
+        assert!(!rest.is_accepting() && !whole.is_accepting(), "after {at} tokens");
         whole.end_after(ids[at], None);
     }
     let complete = continued(&ids).expect("it fits");
+    assert!(complete.is_accepting());
     let mask = complete.mask().expect("ready");
     assert!(mask.permits(eos) && !(0..ids.len()).any(|at| mask.permits(ids[at])));
     assert!(matches!(continued(&[ids[0], eos]), Err(GrammarRefusal::Invalid(_))));

@@ -291,6 +291,7 @@ impl GenerateTask {
                 let message = format!("the prompt's KV blocks could not be fetched: {}", kind.label());
                 return Err(ApiError::unavailable(message, QUEUE_RETRY).with_code(load_failure(kind)));
             }
+            SeqEvent::DeadEnd(why) => return Err(structured::dead_end(&self.request, why)),
             SeqEvent::Unavailable(why) => return Err(ApiError::unavailable(why, QUEUE_RETRY)),
         };
         let Some(mut piece) = piece else { return Ok(GenerateProgress::Nothing) };

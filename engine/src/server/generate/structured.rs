@@ -59,6 +59,12 @@ fn text_so_far(
     }
 }
 
+/// A text that the constraint ends before it is complete: 400, because every engine ends it at the same token.
+pub(super) fn dead_end(request: &GenerateRequest, why: &str) -> ApiError {
+    let field = request.structured.as_ref().map_or("structured_outputs", |wanted| wanted.field.as_str());
+    ApiError::invalid(field, format!("`{field}` cannot be met: {why}"))
+}
+
 fn refused(field: &str, refusal: &GrammarRefusal) -> ApiError {
     match refusal {
         GrammarRefusal::Invalid(_) | GrammarRefusal::TooSlow => {

@@ -227,6 +227,38 @@ fn a_text_is_continued_from_every_token_as_it_would_have_been() {
     cluster.is_clean();
 }
 
+#[test]
+fn a_text_that_cannot_become_complete_is_a_400_of_its_field_and_no_stop() {
+    let cluster = Cluster::of(LLAMA);
+    let body = with(&greedy(&prompt(3, 20), 9), "guided_choice", json!(["north~east"]));
+    let tokens = cluster.one.generate(&fresh_id(), &body).ok()["choices"][0]["token_ids"].clone();
+    let tokens: Vec<u64> = serde_json::from_value(tokens).expect("token ids");
+    assert!(tokens.len() > 1, "{tokens:?}");
+    // Without a permitted first token, and without a permitted second one.
+    for allowed in [&tokens[1..2], &tokens[..1]] {
+        let body = with(&body, "allowed_token_ids", json!(allowed));
+        let whole = cluster.one.generate(&fresh_id(), &body);
+        let error = &whole.json()["error"];
+        assert_eq!((whole.status, &error["param"]), (400, &json!("guided_choice")), "{}", whole.text);
+        assert!(error["message"].as_str().is_some_and(|message| message.contains("exclude")), "{error}");
+        assert_eq!(whole.header("retry-after"), None, "no engine answers otherwise");
+        let stream = cluster.one.generate(&fresh_id(), &with(&body, "stream", json!(true)));
+        let error = json!({"error": error}).to_string();
+        if allowed == &tokens[1..2] {
+            assert_eq!((stream.status, stream.text), (400, error));
+        } else {
+            let end = format!("data: {error}\n\ndata: [DONE]\n\n");
+            assert!(stream.status == 200 && stream.text.ends_with(&end), "{}", stream.text);
+            assert!(!stream.text.contains("\"stop\""), "{}", stream.text);
+        }
+    }
+    let first = with(&body, "allowed_token_ids", json!(tokens[..1]));
+    let handoff = cluster.p.open_lease(&first);
+    let reply = cluster.d.decode(&first, &handoff);
+    assert_eq!((reply.status, &reply.json()["error"]["param"]), (400, &json!("guided_choice")));
+    cluster.is_clean();
+}
+
 /// The examples of `docs/reference/structured-output.md`.
 #[test]
 fn the_examples_of_the_page_are_answered_as_it_describes() {
