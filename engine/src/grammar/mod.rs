@@ -44,12 +44,12 @@ pub const COMPILE_QUEUE_MAX: usize = 64;
 /// begun is refused with 400 then, one that still waits with 429.
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Grammars of running and waiting sequences: as many as one request may have sequences. A lexer has a few hundred
-/// states with 1 to 2 kB each, and at most 25,000.
+/// Grammars of running and waiting sequences: as many as one request may have sequences. Their lexers take 5 GB at most:
+/// each has a few hundred states with 1 to 2 kB, and at most [`LEXER_STATES_MAX`].
 pub const STATES_MAX: usize = 256;
 
-/// States of one lexer. A string of n characters with a bound visits about n.
-const LEXER_STATES_MAX: usize = 25_000;
+/// States of one lexer. A string of n characters with a bound visits about n, and answers rarely have longer ones.
+const LEXER_STATES_MAX: usize = 10_000;
 
 /// Why a constraint is not accepted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
