@@ -242,6 +242,38 @@ fn a_continued_text_has_the_masks_of_the_text_in_one_piece() {
 }
 
 #[test]
+fn a_long_continued_text_may_take_the_work_of_the_text_in_one_piece() {
+    let (tokenizer, _) = fixture("qwen3");
+    let rows = tokenizer.vocab();
+    let trie = vocabulary::token_trie(&tokenizer, rows, &[]).expect("a vocabulary");
+    let mut factory = compile::factory(&trie).expect("a factory");
+    // Less work for one mask than usual: the text is too long for it.
+    factory.limits_mut().step_lexer_fuel = 12_000;
+    let constraint = OutputConstraint::Regex("(a|b)*b(a|b){60}x".into());
+    let compiled = compile::compile(&factory, rows, &constraint).expect("it can be enforced");
+    let id = |text: &[u8]| {
+        (0..rows as u32).find(|id| tokenizer.bytes(*id) == text).expect("every byte has a token")
+    };
+    let letters = [id(b"a"), id(b"b")];
+    let mut state = 1u32;
+    let text: Vec<u32> = (0..400)
+        .map(|_| {
+            state = state.wrapping_mul(1_103_515_245).wrapping_add(12_345);
+            letters[(state >> 16) as usize & 1]
+        })
+        .collect();
+    assert!(compiled.copy().matcher.consume_tokens(&text).is_err(), "the work is bounded");
+    let mut continued = compiled.copy();
+    continued.advance(&text, rows).expect("it fits");
+    let mut whole = compiled.copy();
+    for token in &text {
+        whole.advance(&[*token], rows).expect("it fits");
+    }
+    let mask = |grammar: compile::CompiledGrammar| grammar.first.with_stops(&[]);
+    assert_eq!(mask(continued), mask(whole));
+}
+
+#[test]
 fn a_mask_is_late_until_its_thread_has_computed_it_and_fails_without_threads() {
     let (tokenizer, _) = fixture("qwen3");
     let rows = tokenizer.vocab();
