@@ -11,6 +11,7 @@ mod forced;
 mod prompt_options;
 mod restrictions;
 mod sampling;
+mod schema_work;
 mod structured;
 mod tokens;
 mod unsupported;

@@ -10,6 +10,7 @@ use std::collections::BTreeSet;
 
 use serde_json::{Map, Value, json};
 
+use super::schema_work::{self, SCHEMA_COPIES_MAX};
 use crate::code::Code;
 use crate::error::{ApiError, shortened};
 use crate::field::{Fields, must_be};
@@ -285,6 +286,11 @@ impl<'a> SchemaBounds<'a> {
         let mut bounds =
             Self { field, place: String::new(), values: 0, text_bytes: 0, deepest: 0, references };
         bounds.visit(schema, 1)?;
+        if !schema_work::is_bounded(schema, &bounds.references) {
+            return Err(bounds.refuse(format!(
+                "alternatives beside other members that copy more than {SCHEMA_COPIES_MAX} values when they are merged"
+            )));
+        }
         let targets = bounds.references.len();
         if bounds.deepest * (targets + 1) > SCHEMA_LEVELS_MAX {
             let deepest = bounds.deepest;
@@ -493,6 +499,10 @@ mod tests {
         };
         refuses(json!({"guided_json": references(600)}), "guided_json", "600 referenced schemas");
         assert!(of(&json!({"guided_json": references(500)})).is_ok());
+        let words: Vec<_> = (0..4_000).map(|at| json!(format!("w{at}"))).collect();
+        let names: Map<_, _> = (0..4_000).map(|at| (format!("p{at}"), json!(true))).collect();
+        let product = json!({"properties": names, "enum": words});
+        refuses(json!({"guided_json": product}), "guided_json", "copy more than 4194304 values");
     }
 
     #[test]
