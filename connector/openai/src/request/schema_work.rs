@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::{Map, Value};
 
 /// Values that merging copies. Published schemas copy a few thousand.
-pub(super) const SCHEMA_COPIES_MAX: usize = 4 << 20;
+pub(super) const SCHEMA_COPIES_MAX: usize = 1 << 20;
 
 /// References that stand beside other parts, one behind the other. Longer chains are not followed: they only bound the
 /// depth of this count.
