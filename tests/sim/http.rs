@@ -275,6 +275,7 @@ impl Sim {
                 }
                 SeqEvent::Finished(end) if end.reason == FinishReason::Abort => Err(503),
                 SeqEvent::Finished(end) => Ok(end.handoff),
+                SeqEvent::DeadEnd(_) => Err(400),
                 SeqEvent::Refused(_) | SeqEvent::LoadFailed(_) | SeqEvent::Unavailable(_) => Err(503),
             };
             self.engines[engine].fronts.remove(&conn);
@@ -306,6 +307,7 @@ impl Sim {
                     self.send(conn, Side::Callee, Msg::Decoded);
                 }
             }
+            SeqEvent::DeadEnd(_) => self.fail_front(engine, conn, 400),
             SeqEvent::Refused(_) => {
                 self.counts.queue_full += 1;
                 self.fail_front(engine, conn, 503);

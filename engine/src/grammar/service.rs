@@ -268,6 +268,6 @@ mod tests {
         };
         compile_orders(&Mutex::new(arriving), compiling, &masks);
         assert!(answer.try_recv().is_ok_and(|states| states.is_ok()), "it was compiled");
-        assert!(!skipped.load(Ordering::Acquire), "nobody waits for it any more");
+        assert!(!skipped.load(Ordering::Acquire), "a waiter has left");
     }
 }

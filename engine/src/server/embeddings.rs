@@ -149,7 +149,9 @@ async fn collect(
                 vectors[index as usize] = Some(vector);
             }
             SeqEvent::Refused(refusal) => return Err(generate::refused(refusal)),
-            SeqEvent::DeadEnd(why) | SeqEvent::Unavailable(why) => return Err(ApiError::unavailable(why, QUEUE_RETRY)),
+            SeqEvent::DeadEnd(why) | SeqEvent::Unavailable(why) => {
+                return Err(ApiError::unavailable(why, QUEUE_RETRY));
+            }
             SeqEvent::Started { .. }
             | SeqEvent::Token(_)
             | SeqEvent::EarlyHandoff(_)
