@@ -45,7 +45,7 @@ pub const COMPILE_QUEUE_MAX: usize = 64;
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Grammars of running and waiting sequences: as many as one request may have sequences. Their lexers take 5 GB at most:
-/// each has a few hundred states with 1 to 2 kB, and at most [`LEXER_STATES_MAX`].
+/// each has a few hundred states with 1 to 2 kB, and at most `LEXER_STATES_MAX`.
 pub const STATES_MAX: usize = 256;
 
 /// States of one lexer. A string of n characters with a bound visits about n, and answers rarely have longer ones.
