@@ -198,7 +198,7 @@ def errors(ctx):
     raises(litellm.NotFoundError, lambda: litellm.completion(**ctx.options(model="openai/no-such-model"), stream=True))
     raises(litellm.BadRequestError, lambda: litellm.completion(**ctx.options(temperature=-1)))
     raises(litellm.NotFoundError, lambda: litellm.completion(**ctx.message_options(model="anthropic/no-such-model")))
-    return raises(litellm.NotFoundError, lambda: litellm.embedding(**ctx.to, model=f"openai/{ctx.model}", input=["x"]))
+    return raises(litellm.NotFoundError, lambda: litellm.embedding(**ctx.to, model="openai/no-such-model", input=["x"]))
 
 
 LONG = [{"role": "user", "content": "one two three " * 20_000}]

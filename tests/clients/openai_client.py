@@ -211,7 +211,7 @@ def too_long(ctx):
 
 @check("an unknown path: NotFoundError")
 def unknown_path(ctx):
-    return raises(openai.NotFoundError, 404, lambda: ctx.client.embeddings.create(model=ctx.model, input="x"))
+    return raises(openai.NotFoundError, 404, lambda: ctx.client.moderations.create(input="x"))
 
 
 def tool_calls(client, **options):

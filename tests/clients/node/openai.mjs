@@ -127,7 +127,7 @@ check("errors: their classes and codes", async () => {
   await raises(OpenAI.NotFoundError, 404, () => chat({ model: "no-such-model" }), "model_not_found");
   await raises(OpenAI.NotFoundError, 404, () => chat({ model: "no-such-model", stream: true }), "model_not_found");
   await raises(OpenAI.BadRequestError, 400, () => chat({ temperature: -1 }));
-  await raises(OpenAI.NotFoundError, 404, () => client.embeddings.create({ model, input: "x" }), "unsupported_endpoint");
+  await raises(OpenAI.NotFoundError, 404, () => client.moderations.create({ input: "x" }));
   const tooLong = [{ role: "user", content: "one two three ".repeat(20_000) }];
   return raises(OpenAI.BadRequestError, 400, () => chat({ messages: tooLong }), "context_length_exceeded");
 });
