@@ -42,7 +42,7 @@ pub use media::MediaCounts;
 pub use request::{
     ChatInput, Endpoint, GenerateRequest, Input, JsonWhitespace, OutputConstraint, Prompt, PromptOptions,
     SamplingOptions, StreamOptions, StructuredOutput, TokenRestrictions, ToolChoice, Truncation,
-    TruncationSide,
+    TruncationSide, is_constraint,
 };
 pub use request::{DetokenizeRequest, EmbeddingFormat, EmbeddingRequest, TokenizeRequest};
 pub use response::{

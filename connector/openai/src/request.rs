@@ -24,7 +24,7 @@ pub use prompt_options::{PromptOptions, Truncation, TruncationSide};
 pub use restrictions::TokenRestrictions;
 pub use sampling::SamplingOptions;
 pub(crate) use structured::CONSTRAINT_JSON_BYTES_MAX;
-pub use structured::{JsonWhitespace, OutputConstraint, StructuredOutput};
+pub use structured::{JsonWhitespace, OutputConstraint, StructuredOutput, is_constraint};
 pub use tokens::{DetokenizeRequest, TokenizeRequest};
 
 use serde_json::{Map, Value};
@@ -247,7 +247,7 @@ impl GenerateRequest {
 
     /// Whether a field with this name constrains the text.
     pub(crate) fn has_constraint(name: &str) -> bool {
-        structured::is_constraint(name)
+        is_constraint(name)
     }
 
     fn from_fields(

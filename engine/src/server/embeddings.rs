@@ -16,7 +16,7 @@ use super::access::random_u64;
 use super::admit::{self, AdmittedRequest};
 use super::body_budget::QUEUE_RETRY;
 use super::guard::SequenceGuard;
-use super::reply::{self, BodyError, Reply, read_remaining};
+use super::reply::{self, Reply};
 use super::task_spawner::TaskSpawner;
 use super::transfer_params::{self, PARAMS, TransferIntent};
 use super::{Frontend, generate};
@@ -44,17 +44,8 @@ async fn read(
     request: Request<Incoming>,
 ) -> Result<(RequestId, EmbeddingRequest, AdmittedRequest), ApiError> {
     let arrived = Instant::now();
-    let headers = request.headers().clone();
     let bodies = Arc::clone(&frontend.bodies.requests);
-    let body = match read_remaining(request, frontend.limits.body_bytes, &bodies).await {
-        Ok(body) => body,
-        Err(BodyError { error, read }) => {
-            let reported = error.clone();
-            let release = move || transfer_params::release_broken(&frontend, &headers, &read, &reported);
-            drop(tokio::task::spawn_blocking(release).await);
-            return Err(error);
-        }
-    };
+    let (headers, body) = generate::read_body(&frontend, request).await?;
     let work = move || -> Result<_, ApiError> {
         let id = generate::request_id(&headers).map_or_else(minted, Ok)?;
         let (request, admitted) = prepare(&frontend, &headers, &id, &body, arrived)?;

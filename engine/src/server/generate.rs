@@ -29,7 +29,7 @@ use tokio::sync::mpsc::Receiver;
 use tokio::sync::mpsc::error::TryRecvError;
 
 use super::admit::{self, AdmittedRequest};
-use super::body_budget::{INLINE_BYTES, QUEUE_RETRY};
+use super::body_budget::{INLINE_BYTES, QUEUE_RETRY, RequestBody};
 use super::choice::{Choice, ChoiceUpdate, TokenUsage};
 use super::guard::{HandoffGuard, LeaseGuard, LeaseReplyBody, SequenceGuard};
 use super::reply::{self, BodyError, Reply, read_remaining};
@@ -116,24 +116,32 @@ async fn read(
     request: Request<Incoming>,
 ) -> Result<(GenerateRequest, AdmittedRequest), ApiError> {
     let arrived = Instant::now();
-    let headers = request.headers().clone();
     let bodies = Arc::clone(&frontend.bodies.requests);
-    let body = match read_remaining(request, frontend.limits.body_bytes, &bodies).await {
-        Ok(body) => body,
-        Err(BodyError { error, read }) => {
-            let reported = error.clone();
-            // Not on the reading threads: the lease is held until this release.
-            let release = move || transfer_params::release_broken(&frontend, &headers, &read, &reported);
-            drop(tokio::task::spawn_blocking(release).await);
-            return Err(error);
-        }
-    };
+    let (headers, body) = read_body(&frontend, request).await?;
     let inline = body.len() <= INLINE_BYTES;
     let reader = Arc::clone(&frontend);
     let work = move || prepare(&reader, endpoint, &headers, &id, &body, arrived);
     let (request, admitted) = if inline { work()? } else { bodies.run_blocking(work).await? };
     let admitted = structured::constrain(&frontend, &request, admitted).await?;
     Ok((request, admitted))
+}
+
+/// Reads a body. A broken one releases the lease that it names.
+pub(super) async fn read_body(
+    frontend: &Arc<Frontend>,
+    request: Request<Incoming>,
+) -> Result<(HeaderMap, RequestBody), ApiError> {
+    let headers = request.headers().clone();
+    match read_remaining(request, frontend.limits.body_bytes, &frontend.bodies.requests).await {
+        Ok(body) => Ok((headers, body)),
+        Err(BodyError { error, read }) => {
+            let (frontend, reported) = (Arc::clone(frontend), error.clone());
+            // Not on the reading threads: the lease is held until this release.
+            let release = move || transfer_params::release_broken(&frontend, &headers, &read, &reported);
+            drop(tokio::task::spawn_blocking(release).await);
+            Err(error)
+        }
+    }
 }
 
 /// The name of a request, from its caller; `None` if it is missing or invalid.

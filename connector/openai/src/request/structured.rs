@@ -96,7 +96,8 @@ pub enum JsonWhitespace {
 }
 
 /// Whether the field contains a constraint.
-pub(super) fn is_constraint(name: &str) -> bool {
+#[must_use]
+pub fn is_constraint(name: &str) -> bool {
     FIELDS.contains(&name)
 }
 

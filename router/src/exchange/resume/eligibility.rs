@@ -1,6 +1,7 @@
 //! The requests that another engine can continue: all fields that affect the response are known here, and the rest of
 //! the response depends only on the tokens so far.
 
+use baton_openai::is_constraint;
 use serde_json::{Map, Value};
 
 /// Sampling parameters, sent with the continuation unchanged. Frequency and presence penalties are missing: they apply
@@ -37,16 +38,6 @@ const KNOWN: [&str; 13] = [
     "priority",
 ];
 
-/// Constraints of the text. Baton's engines continue a text of a grammar.
-const CONSTRAINTS: [&str; 6] = [
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-];
-
 /// Whether another engine may continue the response of a request.
 ///
 /// Not permitted: responses that are not streamed; several choices; log probabilities and `echo`, whose frames contain
@@ -65,7 +56,7 @@ pub(super) fn is_allowed(body: &Map<String, Value>) -> bool {
     };
     let passes = |(name, value): (&String, &Value)| {
         let name = name.as_str();
-        let known = SAMPLING.contains(&name) || KNOWN.contains(&name) || CONSTRAINTS.contains(&name);
+        let known = SAMPLING.contains(&name) || KNOWN.contains(&name) || is_constraint(name);
         value.is_null() || known || neutral(name, value)
     };
     let streamed = body.get("stream") == Some(&Value::Bool(true));
@@ -86,7 +77,7 @@ pub(super) fn sampling(body: &Map<String, Value>) -> Map<String, Value> {
 pub(super) fn constraints(body: &Map<String, Value>) -> Map<String, Value> {
     let constrains = |name: &str, value: &Value| match name {
         "response_format" => value["type"] != "text",
-        _ => CONSTRAINTS.contains(&name),
+        _ => is_constraint(name),
     };
     let kept = |(name, value): (&String, &Value)| {
         (!value.is_null() && constrains(name, value)).then(|| (name.clone(), value.clone()))
