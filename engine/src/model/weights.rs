@@ -14,7 +14,7 @@ use half::{bf16, f16};
 use safetensors::{Dtype, SafeTensors};
 
 use super::config::{CONFIG_FILE, ModelConfig};
-use super::gguf::{self, GgufFiles};
+use super::gguf::{self, GgufChange, GgufFiles};
 use super::quantized::ggml::GgmlType;
 use super::quantized::{QuantScheme, QuantizedMatrix};
 use super::{FileBytes, ModelError, ModelFiles};
@@ -210,8 +210,8 @@ struct TensorEntry {
 enum Stored {
     /// In a safetensors file.
     Safetensors(Dtype),
-    /// In a GGUF file, with the rows of so many heads reordered.
-    Gguf(GgmlType, Option<usize>),
+    /// In a GGUF file, changed by its converter.
+    Gguf(GgmlType, GgufChange),
 }
 
 impl Weights {
@@ -261,7 +261,7 @@ impl Weights {
         for found in gguf.entries()? {
             let entry = TensorEntry {
                 shard: found.shard,
-                stored: Stored::Gguf(found.kind, found.interleaved_heads),
+                stored: Stored::Gguf(found.kind, found.change),
                 shape: found.shape,
                 start: found.start,
                 end: found.end,
@@ -307,11 +307,8 @@ impl Weights {
         let values = match found {
             FoundTensor::Matrix(matrix) => TensorValues::Matrix(matrix),
             FoundTensor::Plain(dtype, bytes) => TensorValues::Plain(dtype, Cow::Borrowed(bytes)),
-            FoundTensor::Gguf(kind, interleaved_heads, bytes) => {
-                let bytes = match interleaved_heads {
-                    Some(heads) => Cow::Owned(gguf::rows_of_heads(bytes, shape[0], heads)),
-                    None => Cow::Borrowed(bytes),
-                };
+            FoundTensor::Gguf(kind, change, bytes) => {
+                let (kind, bytes) = gguf::restored(kind, change, bytes, shape);
                 match kind {
                     GgmlType::F32 => TensorValues::Plain(WeightDtype::F32, bytes),
                     GgmlType::F16 => TensorValues::Plain(WeightDtype::F16, bytes),
@@ -330,8 +327,8 @@ enum FoundTensor<'a> {
     Matrix(QuantizedMatrix<'a>),
     /// Floats of a safetensors file.
     Plain(WeightDtype, &'a [u8]),
-    /// Values of a GGUF file, with the rows of so many heads reordered.
-    Gguf(GgmlType, Option<usize>, &'a [u8]),
+    /// Values of a GGUF file, changed by its converter.
+    Gguf(GgmlType, GgufChange, &'a [u8]),
 }
 
 /// The tensor of this name in the files.
@@ -367,7 +364,7 @@ fn find<'a>(
     }
     let bytes = &shard.bytes[entry.start..entry.end];
     match entry.stored {
-        Stored::Gguf(kind, interleaved_heads) => Ok(FoundTensor::Gguf(kind, interleaved_heads, bytes)),
+        Stored::Gguf(kind, change) => Ok(FoundTensor::Gguf(kind, change, bytes)),
         Stored::Safetensors(dtype) => match plain(dtype) {
             Some(dtype) => Ok(FoundTensor::Plain(dtype, bytes)),
             None => Err(ModelError::Unsupported {

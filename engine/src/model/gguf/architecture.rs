@@ -6,39 +6,50 @@
 use serde_json::{Value, json};
 
 use super::header::{GgufHeader, GgufTensor};
+use super::places::{PartPlace, TensorPlace};
 use crate::model::ModelError;
+use crate::model::spec::{ModelSpec, RopeStretch, WindowRule};
 
 /// The key of the architecture's name, which is the prefix of its other keys.
 const ARCHITECTURE_KEY: &str = "general.architecture";
-/// Architectures that are computed, for refusals.
-const SUPPORTED: &str = "supported: llama, qwen2, qwen3";
+/// Architectures that are computed: their name here, and that of their family in [`crate::model::spec`].
+pub(super) const ARCHITECTURES: [(&str, &str); 7] = [
+    ("llama", "LlamaForCausalLM"),
+    ("qwen2", "Qwen2ForCausalLM"),
+    ("qwen3", "Qwen3ForCausalLM"),
+    ("qwen3moe", "Qwen3MoeForCausalLM"),
+    ("phi3", "Phi3ForCausalLM"),
+    ("gemma2", "Gemma2ForCausalLM"),
+    ("gemma3", "Gemma3ForCausalLM"),
+];
+/// The family of `llama` with experts.
+const LLAMA_WITH_EXPERTS: &str = "MixtralForCausalLM";
+/// Layers of the models of 27B, whose scores have another scale: of `gemma2`, and of `gemma3`. llama.cpp recognizes
+/// them by this number too.
+const GEMMA_27B_LAYERS: [(&str, usize); 2] = [("gemma2", 46), ("gemma3", 62)];
+/// Base of the local rope of `gemma3` if the file has none.
+const LOCAL_THETA: f64 = 10_000.0;
+/// Most experts of a layer, as in `config.json`.
+const MAX_EXPERTS: usize = 1024;
 /// Layers of a file: more than any model has. The bound of `config.json` is checked later.
 const MAX_LAYERS: usize = 1 << 16;
 /// Keys that change the computation, below the architecture's prefix, and the value without an effect.
-const NOT_COMPUTED: [(&str, f64); 13] = [
-    ("expert_count", 0.0),
+const NOT_COMPUTED: [(&str, f64); 14] = [
     ("logit_scale", 1.0),
     ("residual_scale", 1.0),
     ("embedding_scale", 1.0),
-    ("attn_logit_softcapping", 0.0),
-    ("final_logit_softcapping", 0.0),
     ("attention.scale", 0.0),
     ("attention.clamp_kqv", 0.0),
     ("attention.max_alibi_bias", 0.0),
     ("attention.temperature_scale", 0.0),
-    ("rope.scaling.attn_factor", 1.0),
     ("rope.scaling.yarn_attn_factor", 1.0),
     ("rope.scaling.yarn_ext_factor", 1.0),
+    ("expert_shared_count", 0.0),
+    ("expert_shared_feed_forward_length", 0.0),
+    ("expert_group_count", 0.0),
+    ("expert_weights_scale", 1.0),
+    ("leading_dense_block_count", 0.0),
 ];
-
-/// Architecture of a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum GgufFamily {
-    /// Llama 1 to 3 and Mistral.
-    Llama,
-    Qwen2,
-    Qwen3,
-}
 
 /// The architecture's metadata.
 #[derive(Debug)]
@@ -47,18 +58,11 @@ pub(super) struct GgufModel<'a> {
     headers: &'a [GgufHeader<'a>],
     header: &'a GgufHeader<'a>,
     name: &'a str,
-    family: GgufFamily,
+    spec: &'static ModelSpec,
     heads: usize,
     kv_heads: usize,
-}
-
-/// The place of a tensor in the model.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct TensorPlace {
-    /// Its name in a Hugging Face checkpoint.
-    pub(super) name: String,
-    /// Heads whose rows llama.cpp has reordered.
-    pub(super) interleaved_heads: Option<usize>,
+    /// Experts of a layer; 0 for none.
+    experts: usize,
 }
 
 impl<'a> GgufModel<'a> {
@@ -73,13 +77,26 @@ impl<'a> GgufModel<'a> {
         let header = &headers[0];
         let absent = |key: &str| header.malformed(format!("{key} is absent"));
         let name = header.text(ARCHITECTURE_KEY)?.ok_or_else(|| absent(ARCHITECTURE_KEY))?;
-        let family = match name {
-            "llama" => GgufFamily::Llama,
-            "qwen2" => GgufFamily::Qwen2,
-            "qwen3" => GgufFamily::Qwen3,
-            other => return Err(header.unsupported(&format!("architecture {other}"), SUPPORTED)),
+        let named = ARCHITECTURES.iter().find(|(known, _)| *known == name);
+        let experts = header.size(&format!("{name}.expert_count"))?.unwrap_or(0);
+        if experts > MAX_EXPERTS {
+            let what = format!("{name}.expert_count {experts} is more than {MAX_EXPERTS}");
+            return Err(header.malformed(what));
+        }
+        let family = match named {
+            Some(("llama", _)) if experts > 0 => Some(LLAMA_WITH_EXPERTS),
+            other => other.map(|(_, family)| *family),
         };
-        let mut model = Self { headers, header, name, family, heads: 0, kv_heads: 0 };
+        let spec = family.and_then(ModelSpec::named);
+        let spec = spec.ok_or_else(|| header.unsupported(&format!("architecture {name}"), &supported()))?;
+        if spec.experts.is_none() && experts > 0 {
+            let what = format!("{name}.expert_count {experts}");
+            return Err(header.unsupported(&what, "supported: dense layers of this architecture"));
+        }
+        let mut model = Self { headers, header, name, spec, heads: 0, kv_heads: 0, experts };
+        if spec.experts.is_some() && experts == 0 {
+            return Err(model.absent("expert_count"));
+        }
         model.heads = model.required("attention.head_count")?;
         model.kv_heads = model.size("attention.head_count_kv")?.unwrap_or(model.heads);
         Ok(model)
@@ -103,26 +120,24 @@ impl<'a> GgufModel<'a> {
                 return Err(header.malformed(what));
             }
         };
-        for (key, wanted) in [("attention.value_length", head_dim), ("rope.dimension_count", head_dim)] {
-            if let Some(other) = self.size(key)?.filter(|other| *other != wanted) {
-                let what = format!("{}.{key} {other} with heads of {head_dim}", self.name);
-                return Err(header.unsupported(&what, "supported: equal sizes"));
-            }
+        if let Some(other) = self.size("attention.value_length")?.filter(|other| *other != head_dim) {
+            let what = format!("{}.attention.value_length {other} with heads of {head_dim}", self.name);
+            return Err(header.unsupported(&what, "supported: equal sizes"));
+        }
+        let rotated = self.size("rope.dimension_count")?.unwrap_or(head_dim);
+        if rotated == 0 || rotated > head_dim || (rotated < head_dim && !self.spec.rope.partial) {
+            let what = format!("{}.rope.dimension_count {rotated} with heads of {head_dim}", self.name);
+            return Err(header.unsupported(&what, "supported: equal sizes"));
         }
         let embedding = self.tensor("token_embd.weight");
         let vocab = embedding.and_then(|(tensor, _)| tensor.shape.first().copied());
         let vocab = vocab.ok_or_else(|| header.malformed("tensor token_embd.weight is missing".into()))?;
-        let theta = self.number("rope.freq_base")?.unwrap_or(10_000.0);
+        let theta = self.number("rope.freq_base")?.unwrap_or(self.spec.rope.theta);
         let epsilon = "attention.layer_norm_rms_epsilon";
         let epsilon = self.number(epsilon)?.ok_or_else(|| self.absent(epsilon))?;
-        let architecture = match self.family {
-            GgufFamily::Llama => "LlamaForCausalLM",
-            GgufFamily::Qwen2 => "Qwen2ForCausalLM",
-            GgufFamily::Qwen3 => "Qwen3ForCausalLM",
-        };
         let has = |name: &str| self.tensor(name).is_some();
-        Ok(json!({
-            "architectures": [architecture],
+        let mut config = json!({
+            "architectures": [self.spec.architecture],
             "hidden_size": hidden,
             "intermediate_size": self.required("feed_forward_length")?,
             "num_hidden_layers": self.required("block_count")?,
@@ -133,14 +148,107 @@ impl<'a> GgufModel<'a> {
             "max_position_embeddings": self.required("context_length")?,
             "rms_norm_eps": epsilon,
             "rope_theta": theta,
-            "rope_scaling": self.rope_scaling(theta, head_dim)?,
+            "rope_scaling": self.rope_scaling(theta, rotated)?,
             "tie_word_embeddings": !has("output.weight"),
-            // Qwen2's biases of q, k and v are part of the family.
-            "attention_bias": self.family != GgufFamily::Qwen2 && has("blk.0.attn_q.bias"),
+            // Where the biases are part of the family, the field has no effect.
+            "attention_bias": has("blk.0.attn_q.bias"),
             "mlp_bias": has("blk.0.ffn_gate.bias"),
             "bos_token_id": bos,
             "eos_token_id": ends,
-        }))
+        });
+        if rotated < head_dim {
+            // Rounded down to the elements: a half more than the number keeps it.
+            config["partial_rotary_factor"] = json!((rotated as f64 + 0.5) / head_dim as f64);
+        }
+        self.add_windows(&mut config)?;
+        self.add_scales(&mut config, hidden, head_dim)?;
+        self.add_experts(&mut config)?;
+        Ok(config)
+    }
+
+    /// Adds the fields of attention windows.
+    fn add_windows(&self, config: &mut Value) -> Result<(), ModelError> {
+        const KEY: &str = "attention.sliding_window";
+        let width = self.size(KEY)?.filter(|width| *width > 0);
+        match self.spec.windows {
+            WindowRule::Whole(_) => config["sliding_window"] = json!(width),
+            WindowRule::AllBut { every, field, .. } => {
+                if let Some(width) = width {
+                    config["sliding_window"] = json!(width);
+                }
+                let every = match self.size("attention.sliding_window_pattern")? {
+                    Some(other) if field.is_none() && other != every => {
+                        let what = format!("{}.attention.sliding_window_pattern {other}", self.name);
+                        return Err(self.header.unsupported(&what, &format!("supported: {every}")));
+                    }
+                    other => other.unwrap_or(every),
+                };
+                if let Some(field) = field {
+                    config[field] = json!(every);
+                }
+            }
+            WindowRule::Never | WindowRule::FromLayer { .. } | WindowRule::Flagged { .. } => {
+                // A window as long as the context is none.
+                let context = self.size("context_length")?.unwrap_or(0);
+                if let Some(width) = width.filter(|width| *width < context) {
+                    let what = format!("{}.{KEY} {width}", self.name);
+                    return Err(self.header.unsupported(&what, "supported: full attention"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds the scale of scores and the soft caps.
+    fn add_scales(&self, config: &mut Value, hidden: usize, head_dim: usize) -> Result<(), ModelError> {
+        let scales = &self.spec.scales;
+        if let Some((field, _)) = scales.query {
+            let layers = self.required("block_count")?;
+            let is_27b = GEMMA_27B_LAYERS.contains(&(self.name, layers)) && self.heads > 0;
+            config[field] = json!(if is_27b { hidden / self.heads } else { head_dim });
+        }
+        for (key, rule) in
+            [("attn_logit_softcapping", scales.attention_cap), ("final_logit_softcapping", scales.logit_cap)]
+        {
+            let cap = self.number(key)?;
+            if let (None, Some(cap)) = (rule, cap.filter(|cap| *cap != 0.0)) {
+                let what = format!("{}.{key} {cap}", self.name);
+                return Err(self.header.unsupported(&what, "supported: no soft cap of this architecture"));
+            }
+            // Without the key the family's default counts. Zero means that there is none.
+            if let (Some(_), Some(cap)) = (rule, cap) {
+                config[key] = if cap == 0.0 { Value::Null } else { json!(cap) };
+            }
+        }
+        if self.spec.rope.local_theta.is_some() {
+            let theta = self.number("rope.freq_base_swa")?.unwrap_or(LOCAL_THETA);
+            config["rope_local_base_freq"] = json!(theta);
+        }
+        Ok(())
+    }
+
+    /// Adds the fields of experts.
+    fn add_experts(&self, config: &mut Value) -> Result<(), ModelError> {
+        let Some(rule) = self.spec.experts else { return Ok(()) };
+        // 1: softmax, which both families have.
+        if let Some(other) = self.size("expert_gating_func")?.filter(|kind| *kind > 1) {
+            let what = format!("{}.expert_gating_func {other}", self.name);
+            return Err(self.header.unsupported(&what, "supported: softmax"));
+        }
+        if self.header.flag(&self.key("expert_weights_norm"))? == Some(false) {
+            let what = format!("{}.expert_weights_norm false", self.name);
+            return Err(self.header.unsupported(&what, "supported: normalized weights"));
+        }
+        let width = match self.size("expert_feed_forward_length")? {
+            Some(width) => width,
+            None => self.required("feed_forward_length")?,
+        };
+        config[rule.count.0] = json!(self.experts);
+        config["num_experts_per_tok"] = json!(self.required("expert_used_count")?);
+        config[rule.intermediate.0] = json!(width);
+        // llama.cpp divides the weights by their sum in both families.
+        config["norm_topk_prob"] = json!(true);
+        Ok(())
     }
 
     /// The place of a tensor. `None` for one that is part of the configuration.
@@ -148,13 +256,20 @@ impl<'a> GgufModel<'a> {
     /// # Errors
     /// [`ModelError::Unsupported`] for a tensor that the model does not have.
     pub(super) fn place(&self, tensor: &GgufTensor<'_>) -> Result<Option<TensorPlace>, ModelError> {
-        let plain = |name: &str| Ok(Some(TensorPlace { name: name.to_owned(), interleaved_heads: None }));
+        let (names, offset) = (&self.spec.tensors, self.spec.norm_offset);
         match tensor.name {
-            "token_embd.weight" => return plain("model.embed_tokens.weight"),
-            "output_norm.weight" => return plain("model.norm.weight"),
-            "output.weight" => return plain("lm_head.weight"),
-            // `config` compares it with the frequencies that it describes.
+            "token_embd.weight" => return Ok(Some(TensorPlace::of(names.embedding, PartPlace::Matrix))),
+            "output_norm.weight" => {
+                return Ok(Some(TensorPlace::of(names.final_norm, PartPlace::Norm(offset))));
+            }
+            "output.weight" => return Ok(Some(TensorPlace::of(names.head, PartPlace::Matrix))),
+            // `config` compares it with the frequencies that it describes, or contains it.
             "rope_freqs.weight" => return Ok(None),
+            "rope_factors_short.weight" | "rope_factors_long.weight"
+                if self.spec.rope.stretch == RopeStretch::Long =>
+            {
+                return Ok(None);
+            }
             _ => {}
         }
         let layer = tensor.name.strip_prefix("blk.").and_then(|rest| rest.split_once('.'));
@@ -163,63 +278,37 @@ impl<'a> GgufModel<'a> {
             // One spelling of each number, so that two tensors cannot have one place.
             (number.to_string() == layer).then_some((number, part))
         });
-        let part = layer.and_then(|(number, part)| Some((number, part, self.part(part)?)));
-        let Some((number, part, place)) = part else {
+        let is_rotated_by_neighbours = self.name == "llama";
+        let place = layer.and_then(|(number, part)| {
+            let heads = is_rotated_by_neighbours.then_some([self.heads, self.kv_heads]);
+            TensorPlace::in_layer(self.spec, number, part, heads)
+        });
+        let Some(place) = place else {
             let what = format!("tensor {} of architecture {}", tensor.name, self.name);
-            return Err(self.header.unsupported(&what, "supported: the tensors of a dense decoder"));
+            let supported = "supported: the tensors of the architecture's layers";
+            return Err(self.header.unsupported(&what, supported));
         };
-        let interleaved_heads = match (self.family, part.split('.').next()) {
-            (GgufFamily::Llama, Some("attn_q")) => Some(self.heads),
-            (GgufFamily::Llama, Some("attn_k")) => Some(self.kv_heads),
-            _ => None,
-        };
-        Ok(Some(TensorPlace { name: format!("model.layers.{number}.{place}"), interleaved_heads }))
-    }
-
-    /// The name of a layer's tensor in the checkpoint.
-    fn part(&self, part: &str) -> Option<&'static str> {
-        let with_norms = self.family == GgufFamily::Qwen3;
-        match part {
-            "attn_norm.weight" => Some("input_layernorm.weight"),
-            "attn_q.weight" => Some("self_attn.q_proj.weight"),
-            "attn_q.bias" => Some("self_attn.q_proj.bias"),
-            "attn_k.weight" => Some("self_attn.k_proj.weight"),
-            "attn_k.bias" => Some("self_attn.k_proj.bias"),
-            "attn_v.weight" => Some("self_attn.v_proj.weight"),
-            "attn_v.bias" => Some("self_attn.v_proj.bias"),
-            "attn_output.weight" => Some("self_attn.o_proj.weight"),
-            // Qwen2 has no such bias, and a configuration cannot describe one.
-            "attn_output.bias" if self.family != GgufFamily::Qwen2 => Some("self_attn.o_proj.bias"),
-            "attn_q_norm.weight" if with_norms => Some("self_attn.q_norm.weight"),
-            "attn_k_norm.weight" if with_norms => Some("self_attn.k_norm.weight"),
-            "ffn_norm.weight" => Some("post_attention_layernorm.weight"),
-            "ffn_gate.weight" => Some("mlp.gate_proj.weight"),
-            "ffn_up.weight" => Some("mlp.up_proj.weight"),
-            "ffn_down.weight" => Some("mlp.down_proj.weight"),
-            "ffn_gate.bias" if self.family == GgufFamily::Llama => Some("mlp.gate_proj.bias"),
-            "ffn_up.bias" if self.family == GgufFamily::Llama => Some("mlp.up_proj.bias"),
-            "ffn_down.bias" if self.family == GgufFamily::Llama => Some("mlp.down_proj.bias"),
-            _ => None,
+        if matches!(place.part, PartPlace::Experts { .. }) {
+            let is_of_experts = tensor.shape.len() == 3 && tensor.shape[0] == self.experts;
+            if !is_of_experts {
+                let (name, shape, experts) = (tensor.name, &tensor.shape, self.experts);
+                let what = format!("tensor {name} has shape {shape:?}, not one of {experts} experts");
+                return Err(self.header.malformed(what));
+            }
         }
+        Ok(Some(place))
     }
 
     fn refuse_what_is_not_computed(&self) -> Result<(), ModelError> {
         for (key, harmless) in NOT_COMPUTED {
             if let Some(value) = self.number(key)?.filter(|value| *value != harmless) {
                 let what = format!("{}.{key} {value}", self.name);
-                return Err(self.header.unsupported(&what, SUPPORTED));
+                return Err(self.header.unsupported(&what, &format!("supported: {harmless}")));
             }
         }
         let key = self.key("attention.causal");
         if self.header.flag(&key)? == Some(false) {
             return Err(self.header.unsupported(&format!("{key} false"), "supported: causal attention"));
-        }
-        // A window as long as the context is none.
-        let window = self.size("attention.sliding_window")?.filter(|window| *window > 0);
-        let context = self.size("context_length")?.unwrap_or(0);
-        if let Some(window) = window.filter(|window| *window < context) {
-            let what = format!("{}.attention.sliding_window {window}", self.name);
-            return Err(self.header.unsupported(&what, "supported: full attention"));
         }
         Ok(())
     }
@@ -227,6 +316,13 @@ impl<'a> GgufModel<'a> {
     /// `rope_scaling`, or null.
     fn rope_scaling(&self, theta: f64, head_dim: usize) -> Result<Value, ModelError> {
         let header = self.header;
+        if self.spec.rope.stretch == RopeStretch::Long {
+            return self.long_scaling(head_dim);
+        }
+        if let Some(factor) = self.number("rope.scaling.attn_factor")?.filter(|factor| *factor != 1.0) {
+            let what = format!("{}.rope.scaling.attn_factor {factor}", self.name);
+            return Err(header.unsupported(&what, "supported: 1"));
+        }
         let kind = header.text(&self.key("rope.scaling.type"))?;
         let factor = match self.number("rope.scaling.factor")? {
             None => self.number("rope.scale_linear")?,
@@ -313,6 +409,52 @@ impl<'a> GgufModel<'a> {
         }
     }
 
+    /// LongRoPE: its divisors are tensors.
+    fn long_scaling(&self, rotated: usize) -> Result<Value, ModelError> {
+        let header = self.header;
+        let divisors = |name: &str| {
+            let Some((tensor, bytes)) = self.tensor(name) else { return Ok(None) };
+            if tensor.shape != [rotated / 2] {
+                let what = format!("{name} has shape {:?}, not [{}]", tensor.shape, rotated / 2);
+                return Err(header.malformed(what));
+            }
+            let mut values = vec![0.0; tensor.shape[0]];
+            tensor.kind.read_f32(bytes, 0, &mut values);
+            Ok(Some(values))
+        };
+        let found = (divisors("rope_factors_short.weight")?, divisors("rope_factors_long.weight")?);
+        let (short, long) = match found {
+            (Some(short), Some(long)) => (short, long),
+            (None, None) => match header.text(&self.key("rope.scaling.type"))? {
+                None | Some("none") => return Ok(Value::Null),
+                Some(kind) => {
+                    let what = format!("rope scaling {kind} without rope_factors_long.weight");
+                    return Err(header.unsupported(&what, "supported: none, longrope"));
+                }
+            },
+            _ => {
+                let what = "rope_factors_short.weight and rope_factors_long.weight: one is missing";
+                return Err(header.malformed(what.to_owned()));
+            }
+        };
+        let original = self.required("rope.scaling.original_context_length")?;
+        let mut scaling = json!({
+            "rope_type": "longrope",
+            "short_factor": short,
+            "long_factor": long,
+            "original_max_position_embeddings": original,
+        });
+        // The file has the factor in f32. Where it is the one that follows from the contexts, that one counts.
+        let (context, original) = (self.required("context_length")? as f64, original as f64);
+        let derived =
+            if context > original { (1.0 + (context / original).ln() / original.ln()).sqrt() } else { 1.0 };
+        let given = self.number("rope.scaling.attn_factor")?.unwrap_or(1.0);
+        if (given - derived).abs() > 1e-6 * derived {
+            scaling["attention_factor"] = json!(given);
+        }
+        Ok(scaling)
+    }
+
     /// A tensor of any file and its bytes, by its name in the file.
     fn tensor(&self, name: &str) -> Option<(&'a GgufTensor<'a>, &'a [u8])> {
         self.headers
@@ -339,4 +481,9 @@ impl<'a> GgufModel<'a> {
     fn absent(&self, key: &str) -> ModelError {
         self.header.malformed(format!("{} is absent", self.key(key)))
     }
+}
+
+/// Architectures that are computed, for refusals.
+fn supported() -> String {
+    format!("supported: {}", ARCHITECTURES.map(|(name, _)| name).join(", "))
 }

@@ -8,6 +8,7 @@
 
 mod architecture;
 mod header;
+mod places;
 mod pre_tokenizer;
 mod vocabulary;
 
@@ -20,7 +21,9 @@ use super::ModelError;
 use super::file_bytes::FileBytes;
 use super::quantized::ggml::GgmlType;
 use architecture::GgufModel;
-use header::GgufHeader;
+use header::{GgufHeader, GgufTensor};
+pub(super) use places::GgufChange;
+use places::{PartPlace, TensorPlace};
 use vocabulary::Vocabulary;
 
 /// Most files of one model. The name has five digits for it; the largest released models have some tens.
@@ -50,8 +53,8 @@ pub(super) struct GgufEntry {
     pub(super) start: usize,
     /// End in the file.
     pub(super) end: usize,
-    /// Heads whose rows are reordered: see [`head_rows`].
-    pub(super) interleaved_heads: Option<usize>,
+    /// What the converter of llama.cpp has changed.
+    pub(super) change: GgufChange,
 }
 
 impl GgufFiles {
@@ -153,29 +156,67 @@ impl GgufFiles {
         let mut entries = Vec::new();
         for (shard, header) in headers.iter().enumerate() {
             for tensor in header.tensors() {
-                let Some(place) = model.place(tensor)? else { continue };
-                // A row is moved as bytes, so it must be whole blocks: elements of one dimension are not.
-                let has_rows = tensor.shape.len() == 2 || tensor.kind.block_len() == 1;
-                let is_of_heads = |heads| has_rows && head_rows(tensor.shape[0], heads).is_some();
-                if place.interleaved_heads.is_some_and(|heads| !is_of_heads(heads)) {
-                    let what = format!(
-                        "tensor {} has shape {:?}, which is not one of heads",
-                        tensor.name, tensor.shape
-                    );
-                    return Err(ModelError::Malformed { file: self.shards[shard].0.clone(), what });
+                if let Some(place) = model.place(tensor)? {
+                    self.add_entries(shard, tensor, &place, &mut entries)?;
                 }
-                entries.push(GgufEntry {
-                    name: place.name,
-                    shard,
-                    kind: tensor.kind,
-                    shape: tensor.shape.clone(),
-                    start: tensor.start,
-                    end: tensor.end,
-                    interleaved_heads: place.interleaved_heads,
-                });
             }
         }
         Ok(entries)
+    }
+
+    /// Adds the entry of a tensor, or one for each expert of a tensor with all of them.
+    fn add_entries(
+        &self,
+        shard: usize,
+        tensor: &GgufTensor<'_>,
+        place: &TensorPlace,
+        entries: &mut Vec<GgufEntry>,
+    ) -> Result<(), ModelError> {
+        let (kind, shape) = (tensor.kind, &tensor.shape);
+        let malformed = |what: String| ModelError::Malformed { file: self.shards[shard].0.clone(), what };
+        let change = match place.part {
+            PartPlace::Matrix | PartPlace::Experts { .. } => GgufChange::None,
+            PartPlace::Norm(offset) if offset == 0.0 => GgufChange::None,
+            PartPlace::Norm(offset) => {
+                if shape.len() != 1 || kind.block_len() != 1 {
+                    let name = tensor.name;
+                    return Err(malformed(format!("tensor {name} has shape {shape:?}, not that of a norm")));
+                }
+                GgufChange::Raised(offset)
+            }
+            PartPlace::Heads(heads) => {
+                // A row is moved as bytes, so it must be whole blocks: elements of one dimension are not.
+                let has_rows = shape.len() == 2 || kind.block_len() == 1;
+                if !has_rows || head_rows(shape[0], heads).is_none() {
+                    let what =
+                        format!("tensor {} has shape {shape:?}, which is not one of heads", tensor.name);
+                    return Err(malformed(what));
+                }
+                GgufChange::HeadRows(heads)
+            }
+        };
+        let entry = |name: String, shape: &[usize], start: usize, end: usize| GgufEntry {
+            name,
+            shard,
+            kind,
+            shape: shape.to_vec(),
+            start,
+            end,
+            change,
+        };
+        match place.part {
+            // `GgufModel::place` has compared the shape with the number of experts.
+            PartPlace::Experts { matrix } => {
+                let bytes = (tensor.end - tensor.start) / shape[0];
+                for expert in 0..shape[0] {
+                    let name = format!("{}.{expert}.{matrix}.weight", place.name);
+                    let start = tensor.start + expert * bytes;
+                    entries.push(entry(name, &shape[1..], start, start + bytes));
+                }
+            }
+            _ => entries.push(entry(place.name.clone(), shape, tensor.start, tensor.end)),
+        }
+        Ok(())
     }
 
     fn header(&self, shard: usize) -> Result<GgufHeader<'_>, ModelError> {
@@ -223,11 +264,8 @@ pub fn check(bytes: &[u8]) -> bool {
     for entry in files.entries().into_iter().flatten() {
         let bytes = &files.shards[entry.shard].1[entry.start..entry.end];
         let values: usize = entry.shape.iter().product();
-        let bytes = match entry.interleaved_heads {
-            Some(heads) => Cow::Owned(rows_of_heads(bytes, entry.shape[0], heads)),
-            None => Cow::Borrowed(bytes),
-        };
-        entry.kind.read_f32(&bytes, values - 1, &mut [0.0]);
+        let (kind, bytes) = restored(entry.kind, entry.change, bytes, &entry.shape);
+        kind.read_f32(&bytes, values - 1, &mut [0.0]);
     }
     read
 }
@@ -252,6 +290,28 @@ pub(super) fn in_folder(folder: &Path) -> Result<Option<PathBuf>, ModelError> {
     }
 }
 
+/// A tensor as the original checkpoint has it: its type and bytes.
+///
+/// # Panics
+/// For a change that does not fit the shape: [`GgufFiles::entries`] refuses such a tensor.
+pub(super) fn restored<'a>(
+    kind: GgmlType,
+    change: GgufChange,
+    bytes: &'a [u8],
+    shape: &[usize],
+) -> (GgmlType, Cow<'a, [u8]>) {
+    match change {
+        GgufChange::None => (kind, Cow::Borrowed(bytes)),
+        GgufChange::HeadRows(heads) => (kind, Cow::Owned(rows_of_heads(bytes, shape[0], heads))),
+        GgufChange::Raised(offset) => {
+            let mut values = vec![0.0; shape[0]];
+            kind.read_f32(bytes, 0, &mut values);
+            let bytes = values.iter().flat_map(|value| (value - offset).to_le_bytes()).collect();
+            (GgmlType::F32, Cow::Owned(bytes))
+        }
+    }
+}
+
 /// Row of a file's tensor for each row of the checkpoint's. `None` if `rows` are not whole heads of whole pairs.
 ///
 /// llama.cpp rotates neighbouring rows, and the checkpoint rows that are half a head apart. Its converter therefore
@@ -272,7 +332,7 @@ fn head_rows(rows: usize, heads: usize) -> Option<impl Iterator<Item = usize>> {
 ///
 /// # Panics
 /// When the rows are not those of so many heads: [`GgufFiles::entries`] refuses such a tensor.
-pub(super) fn rows_of_heads(bytes: &[u8], rows: usize, heads: usize) -> Vec<u8> {
+fn rows_of_heads(bytes: &[u8], rows: usize, heads: usize) -> Vec<u8> {
     let size = bytes.len() / rows;
     let order = head_rows(rows, heads).expect("the shape is that of the file, which has been checked");
     order.flat_map(|row| &bytes[row * size..(row + 1) * size]).copied().collect()

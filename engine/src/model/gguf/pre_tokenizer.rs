@@ -32,6 +32,11 @@ const TEKKEN: &[&str] = &[concat!(
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )];
+const GPT4O: &[&str] = &[concat!(
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)];
 const GPT2_PATTERN: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 const GPT2: &[&str] = &[GPT2_PATTERN];
 const SINGLE_DIGITS: &[&str] = &[r"\p{N}", GPT2_PATTERN];
@@ -40,7 +45,7 @@ const UNNAMED: &[&str] = &[r"[\p{P}\$\+<=>\^~\|]+", GPT2_PATTERN, r"\p{N}+", "[0
 const PLAIN: PreTokenizer =
     PreTokenizer { names: &[], patterns: &[], ignore_merges: false, add_bos: false, is_normalized: false };
 
-const KNOWN: [PreTokenizer; 8] = [
+const KNOWN: [PreTokenizer; 9] = [
     PreTokenizer {
         names: &["llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"],
         patterns: LLAMA3,
@@ -53,6 +58,7 @@ const KNOWN: [PreTokenizer; 8] = [
     PreTokenizer { names: &["qwen2"], patterns: QWEN2, is_normalized: true, ..PLAIN },
     PreTokenizer { names: &["deepseek-r1-qwen", "megrez"], patterns: QWEN2, ..PLAIN },
     PreTokenizer { names: &["tekken"], patterns: TEKKEN, ignore_merges: true, add_bos: true, ..PLAIN },
+    PreTokenizer { names: &["gpt-4o"], patterns: GPT4O, ..PLAIN },
     PreTokenizer { names: &["smollm", "starcoder", "refact"], patterns: SINGLE_DIGITS, ..PLAIN },
     PreTokenizer { names: &["gpt-2", "olmo", "exaone4"], patterns: GPT2, ..PLAIN },
     PreTokenizer { names: &["default"], patterns: UNNAMED, ..PLAIN },

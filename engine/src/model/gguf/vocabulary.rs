@@ -18,6 +18,7 @@ use crate::model::ModelError;
 const TOKENS_KEY: &str = "tokenizer.ggml.tokens";
 const MODEL_KEY: &str = "tokenizer.ggml.model";
 const PRE_KEY: &str = "tokenizer.ggml.pre";
+const ARCHITECTURE_KEY: &str = "general.architecture";
 const TEMPLATE_KEY: &str = "tokenizer.chat_template";
 
 /// Most tokens, as in `config.json`.
@@ -145,8 +146,9 @@ impl<'a> Vocabulary<'a> {
             }
             vocab.insert((*token).to_owned(), json!(id));
         }
-        let added: Vec<Value> =
-            self.tokens.iter().enumerate().filter_map(|(id, token)| self.added(id, token)).collect();
+        let trims = self.trims_after_markers()?;
+        let tokens = self.tokens.iter().enumerate();
+        let added: Vec<Value> = tokens.filter_map(|(id, token)| self.added(id, token, trims)).collect();
         let mut model = json!({
             "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
             "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
@@ -241,16 +243,24 @@ impl<'a> Vocabulary<'a> {
     }
 
     /// A token that is found in a text before anything else.
-    fn added(&self, id: usize, token: &str) -> Option<Value> {
+    fn added(&self, id: usize, token: &str, trims: bool) -> Option<Value> {
         let special = match self.type_of(id) {
             CONTROL | UNKNOWN => true,
             USER_DEFINED => false,
             _ => return None,
         };
         Some(json!({
-            "id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": false,
+            "id": id, "content": token, "single_word": false, "lstrip": false,
+            "rstrip": trims && (is_marker(token) || token == "</s>"),
             "normalized": false, "special": special,
         }))
+    }
+
+    /// Whether spaces behind a marker belong to it, as in Phi-3's tokenizer. A file does not say so, and llama.cpp
+    /// knows it from the model's name.
+    fn trims_after_markers(&self) -> Result<bool, ModelError> {
+        let is_phi3 = self.header.text(ARCHITECTURE_KEY)? == Some("phi3");
+        Ok(is_phi3 && matches!(self.kind, VocabularyKind::SentencePiece))
     }
 
     /// The merges of byte-level BPE, in order.
@@ -355,6 +365,11 @@ impl<'a> Vocabulary<'a> {
             "special_tokens": used,
         }))
     }
+}
+
+/// Whether a token of Phi-3 marks a part of a chat.
+fn is_marker(token: &str) -> bool {
+    token.starts_with("<|") && token != "<|endoftext|>"
 }
 
 /// Normalizer and decoder of SentencePiece: spaces are `▁`, and a text begins with one if it is prefixed.
