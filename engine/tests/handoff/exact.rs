@@ -7,7 +7,8 @@
 //! ```
 //!
 //! Three families in f32 (the Qwen 2 with its bf16 weights widened). Three with windows, ropes per layer and experts,
-//! with bf16 weights that the engine widens. And a GGUF model.
+//! with bf16 weights that the engine widens. Four GGUF models, of which three are of further families. And four formats of
+//! quantized matrices.
 //! `cargo test -p baton-engine --test handoff exact -- --nocapture` prints the table with the number of compared
 //! blocks.
 //!
@@ -22,7 +23,10 @@ use baton_engine::blocks::hash::BlockHash;
 use baton_engine::offload::record::{HEADER_BYTES, TierIdentity, header};
 use baton_engine::run::options::Role;
 
-use super::harness::cluster::{GEMMA3, LLAMA, LLAMA_GGUF, MISTRAL, Node, QWEN3, QWEN3_MOE, greedy};
+use super::harness::cluster::{
+    GEMMA2_GGUF, GEMMA3, LLAMA, LLAMA_GGUF, MISTRAL, MIXTRAL_GGUF, Node, PHI3_GGUF, QWEN3, QWEN3_MOE, greedy,
+};
+use super::harness::quantized::Format;
 use super::harness::widened::qwen2_in_f32;
 use super::observe::digests::{digests, hashes};
 use super::paths::{self, Plain};
@@ -90,6 +94,20 @@ fn gemma3_is_the_same_on_every_path() {
 #[test]
 fn qwen3_with_experts_is_the_same_on_every_path() {
     every_path("qwen3 with experts", QWEN3_MOE);
+}
+
+#[test]
+fn gemma2_phi3_and_mixtral_in_gguf_are_the_same_on_every_path() {
+    for (family, model) in [("gemma2", GEMMA2_GGUF), ("phi3", PHI3_GGUF), ("mixtral", MIXTRAL_GGUF)] {
+        every_path(&format!("{family} in GGUF"), model);
+    }
+}
+
+#[test]
+fn quantized_matrices_are_the_same_on_every_path() {
+    for format in Format::ALL {
+        every_path(&format!("{format:?}"), format.checkpoint());
+    }
 }
 
 #[test]

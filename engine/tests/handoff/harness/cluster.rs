@@ -28,6 +28,12 @@ pub(crate) const QWEN2: &str = "qwen2-yarn-bf16";
 pub(crate) const LLAMA_GGUF: &str = "llama3-gguf";
 /// A Qwen 2 in a GGUF file, with types of blocks of 32 values, F16 and BF16.
 pub(crate) const QWEN2_GGUF: &str = "qwen2-gguf";
+/// A Gemma 2 in a GGUF file: windows, soft caps and norms on both sides.
+pub(crate) const GEMMA2_GGUF: &str = "gemma2-gguf";
+/// A Phi-3 in a GGUF file: a window, and LongRoPE in a part of each head.
+pub(crate) const PHI3_GGUF: &str = "phi3-gguf";
+/// A Mixtral in a GGUF file.
+pub(crate) const MIXTRAL_GGUF: &str = "mixtral-gguf";
 
 /// A Mistral with a window in every layer, in bf16.
 pub(crate) const MISTRAL: &str = "mistral-bf16";

@@ -2,6 +2,7 @@
 
 pub(crate) mod cluster;
 pub(crate) mod http;
+pub(crate) mod quantized;
 pub(crate) mod unpacked;
 pub(crate) mod wide;
 pub(crate) mod widened;
