@@ -90,6 +90,7 @@ impl Engine {
             model: &weights,
             nixl: &nixl,
             max_model_len,
+            window: config.attention.widest_window(),
             broken: broken.clone(),
             log: Arc::default(),
         };

@@ -41,7 +41,7 @@ pub(super) fn end_summary(sequence: &Sequence) -> EndSummary {
     EndSummary {
         generated: sequence.generated(),
         computed: prompt.saturating_sub(cached + fetched),
-        blocks: sequence.blocks().len(),
+        blocks: sequence.held_blocks(),
     }
 }
 

@@ -105,6 +105,8 @@ pub(crate) struct RankContext<'a> {
     pub model: &'a str,
     pub nixl: &'a NixlState,
     pub max_model_len: usize,
+    /// Keys that a position sees, if every layer has a window.
+    pub window: Option<usize>,
     /// Cancelled when a step loop has panicked.
     pub broken: CancellationToken,
     pub log: Arc<EventLog>,
@@ -215,7 +217,8 @@ impl RankContext<'_> {
                 max_model_len: self.max_model_len,
             },
             blocks,
-        );
+        )
+        .with_window(self.window);
         let scheduler = if options.kv_events.is_some() { scheduler.with_cache_events() } else { scheduler };
         let tiers = OpenTiers::open(
             &options.offload,

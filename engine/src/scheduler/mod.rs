@@ -30,6 +30,7 @@ mod leasing;
 mod offloading;
 mod pending_releases;
 pub mod sequence;
+mod windows;
 
 use std::collections::{HashMap, VecDeque};
 
@@ -184,6 +185,8 @@ pub struct Scheduler {
     effects: Vec<Effect>,
     preemptions: u64,
     ignored: u64,
+    /// Keys that a position sees, if every layer has a window.
+    window: Option<usize>,
 }
 
 impl Scheduler {
@@ -203,6 +206,7 @@ impl Scheduler {
             effects: Vec::new(),
             preemptions: 0,
             ignored: 0,
+            window: None,
         }
     }
 
@@ -253,6 +257,7 @@ impl Scheduler {
         };
         sequence.advance(part.start + part.count);
         self.register(part.id);
+        self.release_passed(part.id);
         let sequence = self.sequences.get_mut(&part.id).expect("it was there just now");
         sequence.tokens.push(sampled?);
         sequence.finish_reason()
@@ -316,7 +321,7 @@ impl Scheduler {
             return FinishOutcome::Leased(blocks);
         }
         // Blocks that a load still writes are released at the end of that load.
-        let mut blocks = sequence.blocks.table;
+        let mut blocks = sequence.blocks.held().to_vec();
         blocks.retain(|&block| !self.pool.is_landing(block));
         self.pool.release(&blocks, Hold::Active);
         FinishOutcome::Freed
@@ -489,8 +494,8 @@ impl Scheduler {
     fn preempt(&mut self, id: SeqId) {
         self.admitted.running.retain(|&other| other != id);
         let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
-        self.pool.release(&sequence.blocks.table, Hold::Active);
-        sequence.blocks.table.clear();
+        self.pool.release(sequence.blocks.held(), Hold::Active);
+        sequence.blocks.clear();
         sequence.computed = 0;
         sequence.reuse.mark_preempted();
         sequence.connectors.apply(multi::Event::Preempted);

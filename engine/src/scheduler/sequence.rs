@@ -123,12 +123,38 @@ pub(crate) struct SequenceBlocks {
     pub(crate) hashes: Vec<BlockHash>,
     /// Of `table`, how many leading ones have been found in the cache or entered into it.
     pub(crate) registered: usize,
+    /// Of `table`, how many leading ones are no longer held, because no position sees them.
+    passed: usize,
     salt: Option<Box<str>>,
 }
 
 impl SequenceBlocks {
     fn new(salt: Option<Box<str>>) -> Self {
-        Self { table: Vec::new(), shared: 0, hashes: Vec::new(), registered: 0, salt }
+        Self { table: Vec::new(), shared: 0, hashes: Vec::new(), registered: 0, passed: 0, salt }
+    }
+
+    /// The blocks that the sequence holds.
+    pub(crate) fn held(&self) -> &[BlockId] {
+        &self.table[self.passed..]
+    }
+
+    /// Removes all blocks from the table.
+    pub(crate) fn clear(&mut self) {
+        self.table.clear();
+        self.passed = 0;
+    }
+
+    /// Gives up the blocks before `passed`, and returns those that were held. The block at `passed` takes their places
+    /// in the table, so that no table names a block that another sequence may write.
+    pub(crate) fn pass(&mut self, passed: usize) -> Vec<BlockId> {
+        if passed <= self.passed {
+            return Vec::new();
+        }
+        let given_up = self.table[self.passed..passed].to_vec();
+        let next = self.table[passed];
+        self.table[..passed].fill(next);
+        self.passed = passed;
+        given_up
     }
 
     /// Replaces the table by blocks of the prefix cache.
@@ -355,10 +381,17 @@ impl Sequence {
         matches!(self.purpose, Purpose::Produce { .. })
     }
 
-    /// The blocks that hold its KV, in order.
+    /// The blocks that hold its KV, in order. The first entries may all be one of its later blocks, if no position of the
+    /// sequence sees their keys.
     #[must_use]
     pub fn blocks(&self) -> &[BlockId] {
         &self.blocks.table
+    }
+
+    /// Number of blocks that it holds.
+    #[must_use]
+    pub fn held_blocks(&self) -> usize {
+        self.blocks.held().len()
     }
 
     /// Hashes of all full blocks of its tokens so far.

@@ -62,6 +62,12 @@ impl AttentionConfig {
         }
     }
 
+    /// The widest window, if every layer has one. No position sees earlier keys then.
+    #[must_use]
+    pub fn widest_window(&self) -> Option<usize> {
+        self.windows.iter().copied().collect::<Option<Vec<usize>>>()?.into_iter().max()
+    }
+
     /// The window of layer `layer`.
     #[must_use]
     pub fn window(&self, layer: usize) -> Option<usize> {
@@ -249,6 +255,15 @@ mod tests {
         assert_eq!(mistral.for_positions(64).attention.windows, [None; 6]);
         let gemma = parse("Gemma3ForCausalLM", &json!({"sliding_window": 64})).expect("sound");
         assert_eq!(gemma.for_positions(64).attention.window(0), Some(64));
+    }
+
+    #[test]
+    fn keys_are_hidden_from_all_layers_only_if_each_has_a_window() {
+        let widest =
+            |architecture, changes| parse(architecture, &changes).expect("sound").attention.widest_window();
+        assert_eq!(widest("MistralForCausalLM", json!({"sliding_window": 9})), Some(9));
+        assert_eq!(widest("MistralForCausalLM", json!({"sliding_window": null})), None);
+        assert_eq!(widest("Gemma3ForCausalLM", json!({"sliding_window": 9})), None);
     }
 
     #[test]
