@@ -349,6 +349,9 @@ pub(crate) struct EngineArgs {
     /// KV events for routers as vLLM's JSON: `enable_kv_cache_events`, `endpoint`, `topic` and others
     #[arg(long, value_name = "JSON")]
     pub(crate) kv_events_config: Option<String>,
+    /// Speculative decoding as vLLM's JSON: `method` ("ngram"), `num_speculative_tokens`, `prompt_lookup_max`, `_min`
+    #[arg(long, value_name = "JSON")]
+    pub(crate) speculative_config: Option<String>,
     /// Concurrent reads from prefill engines
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub(crate) fetch_workers: usize,

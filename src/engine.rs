@@ -12,6 +12,7 @@ use baton_engine::model::ModelFiles;
 use baton_engine::model::output::OutputOptions;
 use baton_engine::offload::open::DiskOptions;
 use baton_engine::run::options::EngineOptions;
+use baton_engine::run::speculation::parse_speculation;
 
 use crate::cli::{DtypeArg, EngineArgs, QuantizeArg};
 use crate::{Failure, builtin, output, shutdown};
@@ -101,6 +102,10 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     if let Some(json) = &args.kv_events_config {
         let config = KvEventsConfig::parse(json);
         options.kv_events = config.map_err(|error| format!("--kv-events-config: {error}"))?;
+    }
+    if let Some(json) = &args.speculative_config {
+        let lookup = parse_speculation(json).map_err(|error| format!("--speculative-config: {error}"))?;
+        options.speculation = Some(lookup);
     }
     options.fetch_workers = args.fetch_workers;
     options.threads = args.threads;

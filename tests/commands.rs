@@ -34,6 +34,19 @@ fn an_engine_refuses_element_types_that_do_not_go_together() {
 }
 
 #[test]
+fn an_engine_refuses_other_methods_of_speculative_decoding_by_name() {
+    let refused = |config: &str| {
+        let (sound, _, printed) = out(&baton(&["engine", "--speculative-config", config]));
+        assert!(!sound && printed.contains("--speculative-config: "), "{printed}");
+        printed
+    };
+    let printed = refused(r#"{"method": "eagle3", "model": "x", "num_speculative_tokens": 3}"#);
+    assert!(printed.contains("`method`") && printed.contains("eagle3"), "{printed}");
+    let printed = refused(r#"{"method": "ngram", "num_speculative_tokens": 100}"#);
+    assert!(printed.contains("`num_speculative_tokens` must be from 1 to 16"), "{printed}");
+}
+
+#[test]
 fn an_engine_serves_a_gguf_file_and_refuses_others_by_name() {
     let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("engine/tests/fixtures/qwen2-gguf/model.gguf");
     let served =

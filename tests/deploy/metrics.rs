@@ -125,9 +125,10 @@ static LIVE: LazyLock<LiveMetrics> = LazyLock::new(live);
 fn live() -> LiveMetrics {
     let tier = tempfile::tempdir().expect("a temporary folder");
     let tiers = format!(
-        "--kv-offload-host-mib 8 --kv-offload-disk {} --kv-offload-disk-mib 8 --kv-events-config {}",
+        "--kv-offload-host-mib 8 --kv-offload-disk {} --kv-offload-disk-mib 8 --kv-events-config {} {}",
         tier.path().display(),
-        r#"{"enable_kv_cache_events":true,"endpoint":"tcp://*:0"}"#
+        r#"{"enable_kv_cache_events":true,"endpoint":"tcp://*:0"}"#,
+        r#"--speculative-config {"method":"ngram","num_speculative_tokens":2}"#
     );
     let cluster =
         Cluster::new().prefill("--kv-lease-duration 0.3").decode(&tiers).decode("--pace-ms 20").start();

@@ -144,11 +144,18 @@ impl Executor for Device {
             for (at, &token) in step.tokens.iter().enumerate() {
                 hash = hash_after(hash, token);
                 memory.slots[place(step.start + at)] = slot(hash, token);
-            }
-            if step.logits != LogitsRequest::No {
-                let row = logits.values.len();
-                logits.values.resize(row + VOCAB as usize, 0.0);
-                logits.values[row + choice(hash) as usize] = 1.0;
+                let is_wanted = match step.logits {
+                    LogitsRequest::No => false,
+                    LogitsRequest::All | LogitsRequest::DrawEach(_) => true,
+                    LogitsRequest::Last | LogitsRequest::Draw(_) | LogitsRequest::Hidden => {
+                        at + 1 == step.tokens.len()
+                    }
+                };
+                if is_wanted {
+                    let row = logits.values.len();
+                    logits.values.resize(row + VOCAB as usize, 0.0);
+                    logits.values[row + choice(hash) as usize] = 1.0;
+                }
             }
         }
         drop(memory);

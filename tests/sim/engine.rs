@@ -17,7 +17,7 @@ use baton_engine::engine_core::{CoreEvent, EngineCore, EngineEnv, ProducerAddres
 use baton_engine::offload::OffloadOrder;
 use baton_engine::offload::tier_index::TierConfig;
 use baton_engine::scheduler::sequence::{FinishReason, SeqId};
-use baton_engine::scheduler::{Scheduler, SchedulerConfig, StepPart};
+use baton_engine::scheduler::{PromptLookup, Scheduler, SchedulerConfig, StepPart};
 
 use crate::consumer::SimConsumer;
 use crate::device::{self, Device};
@@ -298,6 +298,12 @@ impl Engine {
         };
         let tiers = TierConfig { host_blocks: self.setup.host_blocks, disk_blocks: self.setup.disk_blocks };
         let scheduler = Scheduler::new(config, blocks).with_tiers(tiers, tiers::found(&self.disk));
+        // Every second engine drafts. With so few kinds of tokens most steps have drafts, and most are rejected.
+        let drafts = (setup.seed + self.index as u64).is_multiple_of(2);
+        let scheduler = match PromptLookup::new(4, 1, 3).filter(|_| drafts) {
+            Some(lookup) => scheduler.with_prompt_lookup(lookup),
+            None => scheduler,
+        };
         self.core = Some(EngineCore::new(Box::new(device), scheduler, world));
         self.mail = MailBatch::default();
         self.step = None;

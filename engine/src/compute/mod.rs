@@ -15,7 +15,7 @@ use baton_connector::region::Region;
 use baton_connector::slice::Geometry;
 use baton_connector::{BlockId, KvLayout};
 
-use crate::sampling::Draw;
+use crate::sampling::{Draw, DrawSeries};
 
 /// One sequence's part of a step.
 #[derive(Clone, Debug)]
@@ -41,8 +41,10 @@ pub enum LogitsRequest {
     Last,
     /// As `Last`. The executor may draw the token itself, see [`Logits::chosen`].
     Draw(Draw),
-    /// Every token of the step (prompt log-probabilities, parity checks).
+    /// Every token of the step (prompt log-probabilities, drafts, parity checks).
     All,
+    /// As `All`. The executor may draw the tokens itself.
+    DrawEach(DrawSeries),
     /// None. The hidden states of every token of the step are wanted instead ([`Logits::hidden`]), if
     /// [`Executor::computes_hidden`].
     Hidden,
@@ -66,7 +68,8 @@ pub struct Logits {
 /// One row of a step in which the executor has drawn tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogitsRow {
-    /// The row was requested as [`LogitsRequest::Draw`], and this is its token. `None`: the row contains no number.
+    /// The row was requested as [`LogitsRequest::Draw`] or [`LogitsRequest::DrawEach`], and this is its token. `None`:
+    /// the row contains no number.
     Drawn(Option<u32>),
     /// The row has this index in the values.
     Values(usize),

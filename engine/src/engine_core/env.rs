@@ -114,6 +114,13 @@ pub enum CoreEvent<'a> {
     },
     /// The next token, so long after the one before.
     NextToken(Duration),
+    /// A step has verified drafts of one sequence.
+    DraftVerified {
+        /// Tokens of the draft.
+        drafted: usize,
+        /// Of those, the first ones that were accepted.
+        accepted: usize,
+    },
     /// A sequence with a handoff was queued; tokens of its prompt.
     HandoffQueued(usize),
     /// A sequence with a handoff was refused.

@@ -50,7 +50,7 @@ impl<S: EngineEnv> EngineCore<S> {
 
     fn commit_masked(&mut self, part: &StepPart, rows: Range<usize>, readiness: MaskReadiness) {
         match readiness {
-            MaskReadiness::Ready => self.commit(part, rows),
+            MaskReadiness::Ready => self.commit_part(part, rows),
             // Without its last token the part is one that samples nothing.
             MaskReadiness::Late if part.count > 1 => {
                 let rest = StepPart { count: part.count - 1, samples: false, ..*part };

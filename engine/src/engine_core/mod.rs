@@ -26,6 +26,8 @@ mod pooling;
 mod prompt_scores;
 mod sampler;
 pub mod status;
+mod step_batch;
+mod verifying;
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -48,7 +50,7 @@ use self::pooling::PromptCollector;
 use self::sampler::{RowOutcome, Sampler};
 use crate::blocks::digests::{DigestPage, DigestRequest, page_blocks};
 use crate::blocks::pool::BlockUsage;
-use crate::compute::{Executor, LogitsRequest, SeqStep};
+use crate::compute::{Executor, SeqStep};
 use crate::engine_core::fetch_target::FetchTarget;
 use crate::engine_core::mailbox::{LegFilter, MailBatch};
 use crate::grammar::GrammarState;
@@ -166,27 +168,8 @@ impl<S: EngineEnv> EngineCore<S> {
     pub fn execute(&mut self, plan: &[StepPart], settled: &mut dyn FnMut() -> Vec<ClosedLease>) -> bool {
         let (sequences, mut outside_step) = self.scheduler.in_step();
         let (live, pending_free, env) = (&self.live, &mut self.pending_free, &self.env);
-        let batch: Vec<SeqStep<'_>> = plan
-            .iter()
-            .map(|part| {
-                let sequence = sequences.get(&part.id).expect("a planned sequence is known");
-                let draw = || {
-                    let live = live.get(&part.id).filter(|live| live.grammar.is_none())?;
-                    live.sampling_row(sequence).draw()
-                };
-                SeqStep {
-                    tokens: &sequence.tokens()[part.start..part.start + part.count],
-                    start: part.start,
-                    block_table: sequence.blocks(),
-                    logits: match part.samples {
-                        _ if sequence.scores_prompt(part.start, part.count) => LogitsRequest::All,
-                        samples if sequence.pools(samples) => LogitsRequest::Hidden,
-                        true => draw().map_or(LogitsRequest::Last, LogitsRequest::Draw),
-                        false => LogitsRequest::No,
-                    },
-                }
-            })
-            .collect();
+        let step = |part: &StepPart| step_batch::step_of(part, sequences, live.get(&part.id));
+        let batch: Vec<SeqStep<'_>> = plan.iter().map(step).collect();
         self.sampler.expect_rows(&batch);
         // A panic in the bookkeeping is an error of the core, not of the device that calls it.
         let mut mistake = None;
@@ -206,7 +189,7 @@ impl<S: EngineEnv> EngineCore<S> {
         executed.map_err(|error| self.device_failed(&error)).is_ok()
     }
 
-    /// Records one planned part, whose logits are in `rows`, and sends its events.
+    /// Records one planned part without drafts, whose logits are in `rows`, and sends its events.
     fn commit(&mut self, part: &StepPart, rows: Range<usize>) {
         self.emit_computed(part);
         let Some(live) = self.live.get_mut(&part.id) else { return };
@@ -349,6 +332,7 @@ impl<S: EngineEnv> EngineCore<S> {
         let counts = TokenCounts::for_params(&sampling, &sequence.prompt);
         let collected = PromptCollector::of(&sequence);
         let prompt_len = sequence.prompt.len();
+        let may_draft = grammar.is_none();
         let queued = events::queued(&sequence, tag.clone());
         if let Err((_, refusal)) = self.scheduler.submit(sequence) {
             let reason = match refusal {
@@ -358,6 +342,9 @@ impl<S: EngineEnv> EngineCore<S> {
             self.env.emit(&request, index, RequestEvent::Refused { reason, tag });
             self.refuse(&outbox, index, target.as_ref(), SeqEvent::Refused(refusal), reason);
             return;
+        }
+        if may_draft {
+            self.scheduler.allow_drafts(id);
         }
         if let Some(target) = &target {
             self.env.record(CoreEvent::HandoffQueued(prompt_len));

@@ -39,7 +39,7 @@ impl Sampler {
             let (first, count) = match step.logits {
                 LogitsRequest::No => (&mut logits, 0),
                 LogitsRequest::Last | LogitsRequest::Draw(_) => (&mut logits, 1),
-                LogitsRequest::All => (&mut logits, step.tokens.len()),
+                LogitsRequest::All | LogitsRequest::DrawEach(_) => (&mut logits, step.tokens.len()),
                 LogitsRequest::Hidden => (&mut hidden, step.tokens.len()),
             };
             self.rows.push(*first..*first + count);

@@ -54,11 +54,13 @@ const TRANSFER_BYTES: [f64; 12] = [
     8_589_934_592.0,
 ];
 
+mod drafts;
 mod handles;
 #[cfg(test)]
 mod page;
 mod registry;
 mod tiers;
+pub use self::drafts::DraftMetrics;
 pub use self::tiers::TierMetrics;
 
 /// The engine's own reasons for the end of a lease.
@@ -168,7 +170,7 @@ impl EngineMetrics {
             ),
             itl: make.histogram(
                 "vllm:inter_token_latency_seconds",
-                "Time between two tokens of a choice.",
+                "Time between two tokens of a choice. 0 for tokens of the same step.",
                 &ITL_SECONDS,
             ),
             e2e: make.histogram(
@@ -375,6 +377,12 @@ impl EngineMetrics {
     #[must_use]
     pub fn tiers(&self, block_bytes: usize) -> TierMetrics {
         TierMetrics::new(&self.make(), block_bytes)
+    }
+
+    /// Counters of drafts of at most `longest` tokens. They start at 0.
+    #[must_use]
+    pub fn drafts(&self, longest: usize) -> DraftMetrics {
+        DraftMetrics::new(&self.make(), longest)
     }
 
     /// Metrics of this core's KV events.

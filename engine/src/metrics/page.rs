@@ -52,6 +52,7 @@ fn everything() -> String {
     metrics.early_rejection("invalid");
     metrics.cache_config(16, 4);
     metrics.tiers(4096).publish(&OffloadCounts::default());
+    metrics.drafts(1).verified(1, 1);
     metrics.kv_events().published.increment(1);
     metrics.render()
 }
@@ -118,7 +119,7 @@ fn every_metric_of_the_sources_has_type_help_and_common_labels() {
         assert!(family.labels.contains("model_name") && family.labels.contains("engine"), "{name}");
     }
     // Names in the sources, so that none is missing above.
-    let sources = ["src/metrics/mod.rs", "src/metrics/tiers.rs"].map(|file| {
+    let sources = ["src/metrics/mod.rs", "src/metrics/drafts.rs", "src/metrics/tiers.rs"].map(|file| {
         let text = std::fs::read_to_string(ours(file)).expect("a source is text");
         text.split("mod tests {").next().unwrap_or_default().to_owned()
     });

@@ -3,4 +3,5 @@
 pub mod options;
 pub(crate) mod random;
 pub mod rank;
+pub mod speculation;
 pub mod step_loop;

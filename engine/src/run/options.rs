@@ -15,6 +15,7 @@ use crate::kv_events::KvEventsConfig;
 use crate::model::output::OutputOptions;
 use crate::model::{ModelError, ModelFiles};
 use crate::offload::open::OffloadOptions;
+use crate::scheduler::PromptLookup;
 use crate::scheduler::sequence::Pooling;
 
 /// Limit of the bytes of all request bodies: eight of the largest, or some thousand usual ones.
@@ -70,6 +71,8 @@ pub struct EngineOptions {
     pub max_num_seqs: usize,
     /// Tokens of one step.
     pub max_num_batched_tokens: usize,
+    /// Drafts of the next tokens by prompt lookup, if any.
+    pub speculation: Option<PromptLookup>,
     /// Limit of the waiting sequences.
     pub max_waiting: usize,
     /// Lifetime of an unread lease (`kv_lease_duration`).
@@ -128,6 +131,7 @@ impl EngineOptions {
             max_model_len: None,
             max_num_seqs: 64,
             max_num_batched_tokens: 512,
+            speculation: None,
             max_waiting: 1024,
             kv_lease_duration: LeaseTerms::default().duration,
             kv_load_failure_policy: LoadFailurePolicy::Recompute,

@@ -219,6 +219,10 @@ impl RankContext<'_> {
             blocks,
         )
         .with_window(self.window);
+        let scheduler = match options.speculation {
+            Some(lookup) => scheduler.with_prompt_lookup(lookup),
+            None => scheduler,
+        };
         let scheduler = if options.kv_events.is_some() { scheduler.with_cache_events() } else { scheduler };
         let tiers = OpenTiers::open(
             &options.offload,
@@ -316,6 +320,7 @@ impl RunningRank {
         let env = LiveEnv {
             leases,
             consumer,
+            drafts: options.speculation.map(|lookup| metrics.drafts(lookup.drafts())),
             metrics,
             status,
             address: common.producer_address(rank, &side_channels),

@@ -19,7 +19,7 @@ use crate::engine_core::status::SharedStatus;
 use crate::engine_core::{CoreEvent, EngineCore, EngineEnv, ProducerAddress};
 use crate::handoff::consumer::HandoffConsumer;
 use crate::kv_events::EventSender;
-use crate::metrics::{EngineMetrics, TierMetrics};
+use crate::metrics::{DraftMetrics, EngineMetrics, TierMetrics};
 use crate::offload::OffloadOrder;
 use crate::offload::workers::OffloadWorkers;
 use crate::run::random::random_bytes;
@@ -120,6 +120,8 @@ pub struct LiveEnv {
     pub consumer: Arc<HandoffConsumer>,
     /// Counters.
     pub metrics: Arc<EngineMetrics>,
+    /// Counters of drafts, if the engine drafts.
+    pub drafts: Option<DraftMetrics>,
     /// The status that `/debug/kv` returns.
     pub status: Arc<SharedStatus>,
     /// How peers reach the leases.
@@ -221,6 +223,11 @@ impl EngineEnv for LiveEnv {
                 self.metrics.first_token(after, prompt, cached, fetched);
             }
             CoreEvent::NextToken(after) => self.metrics.next_token(after),
+            CoreEvent::DraftVerified { drafted, accepted } => {
+                if let Some(drafts) = &self.drafts {
+                    drafts.verified(drafted, accepted);
+                }
+            }
             CoreEvent::HandoffQueued(tokens) => self.metrics.handed_off(tokens),
             CoreEvent::EarlyRejection(reason) => self.metrics.early_rejection(reason),
             CoreEvent::LoadFailed(policy) => self.metrics.load_failed(policy),

@@ -74,7 +74,7 @@ impl Draw {
             top_k: params.top_k,
             top_p: params.top_p,
             min_p: params.min_p,
-            fraction: mixed(params.seed, position.position) >> 11 << 11,
+            fraction: fraction(params.seed, position.position),
         })
     }
 
@@ -82,6 +82,30 @@ impl Draw {
     #[must_use]
     pub fn is_greedy(&self) -> bool {
         self.temperature < params::GREEDY_BELOW
+    }
+}
+
+/// The draws for consecutive positions of one sequence.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DrawSeries {
+    first: Draw,
+    seed: u64,
+    /// Of the first draw.
+    position: u64,
+}
+
+impl DrawSeries {
+    /// The draws from one position on. `None` if [`Draw::of`] has none for the first.
+    #[must_use]
+    pub fn of(params: &SamplingParams, position: TokenPosition) -> Option<Self> {
+        let first = Draw::of(params, position)?;
+        Some(Self { first, seed: params.seed, position: position.position })
+    }
+
+    /// The draw of a later position.
+    #[must_use]
+    pub fn at(&self, offset: usize) -> Draw {
+        Draw { fraction: fraction(self.seed, self.position + offset as u64), ..self.first }
     }
 }
 
@@ -105,6 +129,12 @@ impl SamplingRow<'_> {
     #[must_use]
     pub fn draw(&self) -> Option<Draw> {
         Draw::of(self.params, self.position).filter(|_| self.mask.is_none())
+    }
+
+    /// As [`Self::draw`], for this and the next positions.
+    #[must_use]
+    pub fn draws(&self) -> Option<DrawSeries> {
+        DrawSeries::of(self.params, self.position).filter(|_| self.mask.is_none())
     }
 
     /// Chooses the token. Log-probabilities are those before mask, exclusions, bias and penalties.
@@ -287,6 +317,11 @@ fn draw(weights: impl Iterator<Item = f32> + Clone, u: f64) -> Option<usize> {
 fn uniform(seed: u64, position: u64) -> f64 {
     // 53 bits: every value is exact, and 1 is excluded.
     (mixed(seed, position) >> 11) as f64 / (1u64 << 53) as f64
+}
+
+/// The same number as a fraction of 2^64.
+fn fraction(seed: u64, position: u64) -> u64 {
+    mixed(seed, position) >> 11 << 11
 }
 
 fn mixed(seed: u64, position: u64) -> u64 {

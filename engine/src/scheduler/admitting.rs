@@ -5,6 +5,7 @@
 //! loaded sequence still has tokens to compute. Loads that pass one prompt have together at most one step's tokens,
 //! so the prompt is not starved.
 
+use super::drafting::Drafting;
 use super::offloading::{HANDOFF, OFFLOAD};
 use super::{Scheduler, StepPart};
 use crate::blocks::pool::Hold;
@@ -34,6 +35,8 @@ pub(super) struct AdmittedSequences {
     pub(super) fetching: usize,
     /// How many wait for blocks from a tier.
     pub(super) loading: usize,
+    /// The drafts of those that decode. A waiting sequence keeps its own.
+    pub(super) drafting: Drafting,
 }
 
 impl AdmittedSequences {

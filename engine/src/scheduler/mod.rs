@@ -10,11 +10,11 @@
 //!               └─ admitted, a tier has its next blocks ─▶ Loading ─ loaded, in whole or in part: Running
 //! ```
 //!
-//! Continuous batching with chunked prefill. Each step first serves running sequences that need one token, then the
-//! next chunks of running prompts. Then it admits sequences from the queue in order, while the token budget lasts.
-//! Fetches and loads need no budget: they also begin behind prompts that wait for it. When no block is free, the
-//! youngest running sequence is preempted: its blocks are released and it is recomputed later. Admission leaves a few
-//! blocks to running sequences.
+//! Continuous batching with chunked prefill. Each step first serves running sequences that need one token. They may
+//! add drafts of their next tokens (`drafting.rs`), which the step verifies. The next chunks of running prompts follow.
+//! Then it admits sequences from the queue in order, while the token budget lasts. Fetches and loads need no budget:
+//! they also begin behind prompts that wait for it. When no block is free, the youngest running sequence is preempted:
+//! its blocks are released and it is recomputed later. Admission leaves a few blocks to running sequences.
 //!
 //! Invariants:
 //! - 1, 2, 3: as kept by [`BlockPool`].
@@ -25,6 +25,7 @@
 
 mod admitting;
 mod cache_events;
+mod drafting;
 mod fetching;
 mod leasing;
 mod offloading;
@@ -40,9 +41,10 @@ use baton_connector::multi::{self, Children, MultiConnectorRequest};
 use baton_connector::offload::TransferId;
 
 use self::admitting::{Admission, AdmittedSequences, QueueBypass};
+pub use self::drafting::{DRAFTS_MAX, LOOKUP_MAX, PromptLookup};
 use self::offloading::{HANDOFF, OFFLOAD, TierOffload};
-pub use self::pending_releases::OutsideStep;
 use self::pending_releases::PendingReleases;
+pub use self::pending_releases::{OutsideStep, StepSequences};
 use crate::blocks::hash::BlockHash;
 use crate::blocks::pool::{BlockPool, BlockUsage, Hold};
 use crate::offload::{OffloadCounts, OffloadOrder};
@@ -75,9 +77,9 @@ pub struct StepPart {
     pub id: SeqId,
     /// First position to compute.
     pub start: usize,
-    /// Positions to compute.
+    /// Positions to compute. Those behind the sequence's tokens are drafts ([`Scheduler::take_drafted`]).
     pub count: usize,
-    /// Whether a token is sampled from the last of them.
+    /// Whether a token is sampled from the last of them; with drafts, from each that is reached.
     pub samples: bool,
 }
 
@@ -271,6 +273,7 @@ impl Scheduler {
             self.ignored += 1;
             return None;
         };
+        self.admitted.drafting.forget(id);
         match sequence.phase {
             Phase::Waiting => self.waiting.retain(|&other| other != id),
             Phase::Running => self.admitted.running.retain(|&other| other != id),
@@ -433,6 +436,9 @@ impl Scheduler {
             planned.push(self.part(id, 1));
             *budget -= 1;
             at += 1;
+        }
+        if !preempted {
+            self.plan_drafts(planned, budget);
         }
         for at in 0..self.admitted.running.len() {
             let id = self.admitted.running[at];

@@ -6,8 +6,9 @@ use std::collections::HashMap;
 use baton_connector::BlockId;
 use baton_connector::multi::{Action, Child, Event, MultiConnectorRequest};
 
-use super::Scheduler;
+use super::drafting::Drafting;
 use super::offloading::HANDOFF;
+use super::{Scheduler, StepPart};
 use crate::blocks::pool::{BlockPool, Hold};
 use crate::scheduler::sequence::{SeqId, Sequence};
 
@@ -59,6 +60,33 @@ impl PendingReleases {
     }
 }
 
+/// The part of the scheduler that a running step reads.
+#[derive(Clone, Copy)]
+pub struct StepSequences<'a> {
+    sequences: &'a HashMap<SeqId, Sequence>,
+    drafting: &'a Drafting,
+}
+
+impl<'a> StepSequences<'a> {
+    /// A sequence that has not finished.
+    #[must_use]
+    pub fn get(&self, id: SeqId) -> Option<&'a Sequence> {
+        self.sequences.get(&id)
+    }
+
+    /// The tokens of a planned part, and whether those after the first are drafts.
+    ///
+    /// # Panics
+    /// When the part is of no known sequence: a bug of the caller.
+    #[must_use]
+    pub fn tokens(&self, part: &StepPart) -> (&'a [u32], bool) {
+        match self.drafting.tokens(part) {
+            Some(drafted) => (drafted, true),
+            None => (&self.sequences[&part.id].tokens[part.start..part.start + part.count], false),
+        }
+    }
+}
+
 /// The part of the scheduler that a running step does not read, and that may change during it.
 pub struct OutsideStep<'a> {
     pool: &'a mut BlockPool,
@@ -83,8 +111,9 @@ impl OutsideStep<'_> {
 
 impl Scheduler {
     /// The sequences, which a step reads, and the rest, which may change meanwhile.
-    pub fn in_step(&mut self) -> (&HashMap<SeqId, Sequence>, OutsideStep<'_>) {
-        (&self.sequences, OutsideStep { pool: &mut self.pool, releases: &mut self.pending_releases })
+    pub fn in_step(&mut self) -> (StepSequences<'_>, OutsideStep<'_>) {
+        let sequences = StepSequences { sequences: &self.sequences, drafting: &self.admitted.drafting };
+        (sequences, OutsideStep { pool: &mut self.pool, releases: &mut self.pending_releases })
     }
 
     /// Releases the blocks of a lease that has ended.

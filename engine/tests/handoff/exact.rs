@@ -35,7 +35,7 @@ use super::tiers::{disk, files, rested};
 /// Runs one path. Returns the number of compared blocks.
 type PathCheck = fn(&Plain) -> usize;
 
-const PATHS: [(&str, PathCheck); 14] = [
+const PATHS: [(&str, PathCheck); 15] = [
     ("P to D over TCP", paths::over_tcp),
     ("P to D over shared memory", paths::over_shared_memory),
     ("P in 2 KV ranks to D in 1", paths::from_two_ranks_to_one),
@@ -45,6 +45,7 @@ const PATHS: [(&str, PathCheck); 14] = [
     ("in chunks of 5, 7 and 24", paths::chunked),
     ("preempted and computed again", paths::preempted),
     ("prefix in the cache", paths::cached),
+    ("with drafts, alone, batched and at D", paths::drafted),
     ("evicted to host memory and back", paths::by_way_of_host_memory),
     ("written to disk, read after a restart", paths::by_way_of_disk),
     ("P and D with tiers, from P's and from D's", paths::handed_over_from_tiers),

@@ -11,6 +11,7 @@ use baton_engine::blocks::hash::BlockHash;
 use baton_engine::handoff::transport::KvTransport;
 use baton_engine::offload::record::HEADER_BYTES;
 use baton_engine::run::options::{EngineOptions, Role};
+use baton_engine::scheduler::PromptLookup;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
@@ -250,6 +251,21 @@ pub(crate) fn chunked(plain: &Plain) -> usize {
     }
     assert_eq!(blocks, 3 * plain.blocks().1);
     blocks
+}
+
+/// Drafts of prompt lookup, alone, batched with others, and at a decode engine.
+pub(crate) fn drafted(plain: &Plain) -> usize {
+    let drafts = |options: &mut EngineOptions| options.speculation = PromptLookup::new(5, 1, 3);
+    let node = plain.node(Role::Both, drafts);
+    for ask in &plain.asks {
+        same_choices(&node.generate(&fresh_id(), &ask.body).ok(), &ask.answer);
+    }
+    plain.all_at_once(&node, 4, ANSWER);
+    assert!(node.metric("vllm:spec_decode_num_draft_tokens_total") > 0.0, "nothing was drafted");
+    node.is_clean();
+    let blocks = plain.same_bytes(&digests(&node));
+    assert_eq!(blocks, plain.blocks().1);
+    blocks + between(plain, |_| {}, drafts, "shm")
 }
 
 /// The pool holds the prompts of two requests, but not their answers. The threads decide which two begin.

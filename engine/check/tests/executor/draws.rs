@@ -2,7 +2,7 @@
 
 use super::*;
 use baton_engine::sampling::{
-    SamplingRow, SamplingScratch, TokenCounts, TokenExclusions, TokenMask, distribution,
+    DrawSeries, SamplingRow, SamplingScratch, TokenCounts, TokenExclusions, TokenMask, distribution,
 };
 
 fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
@@ -145,6 +145,35 @@ fn rows_copied_in_pieces_keep_their_order() {
                 assert!([0, 12].contains(&at) && token == Some(best(theirs.row(at))), "row {at}");
             }
             None => assert!(largest_difference(ours.row(at), theirs.row(at)) < FAR, "row {at}"),
+        }
+    }
+}
+
+#[test]
+fn each_row_of_a_draft_is_drawn_at_its_own_position() {
+    let config = config("Llama", "");
+    let mut device = on_software(&config, |_| ());
+    let (all, table) = (tokens(7, 24), blocks(3, 4));
+    let step = |start: usize, end: usize, logits| SeqStep {
+        tokens: &all[start..end],
+        start,
+        block_table: &table,
+        logits,
+    };
+    let greedy = SamplingParams::default();
+    for params in [SamplingParams { temperature: 0.9, seed: 5, ..greedy.clone() }, greedy] {
+        let place = |offset: usize| TokenPosition { position: 21 + offset as u64, generated: offset as u32 };
+        let draws = DrawSeries::of(&params, place(0)).unwrap();
+        let (mut together, mut alone) = (Logits::default(), Logits::default());
+        device.execute(&[step(0, 20, LogitsRequest::No)], &mut together).unwrap();
+        device.execute(&[step(20, 24, LogitsRequest::DrawEach(draws))], &mut together).unwrap();
+        assert!(together.values.is_empty() && together.chosen.len() == 4);
+        for offset in 0..4 {
+            let draw = Draw::of(&params, place(offset)).unwrap();
+            assert_eq!(draws.at(offset), draw);
+            let one = step(20 + offset, 21 + offset, LogitsRequest::Draw(draw));
+            device.execute(&[one], &mut alone).unwrap();
+            assert_eq!(together.drawn(offset), alone.drawn(0), "{offset}");
         }
     }
 }

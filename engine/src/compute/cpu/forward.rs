@@ -99,7 +99,9 @@ impl BatchPlan {
             match step.logits {
                 LogitsRequest::No => {}
                 LogitsRequest::Last | LogitsRequest::Draw(_) => plan.wanted.push(first_row + count - 1),
-                LogitsRequest::All => plan.wanted.extend(first_row..first_row + count),
+                LogitsRequest::All | LogitsRequest::DrawEach(_) => {
+                    plan.wanted.extend(first_row..first_row + count);
+                }
                 LogitsRequest::Hidden => plan.hidden.extend(first_row..first_row + count),
             }
             let in_rank = |region: &Region| {

@@ -150,6 +150,9 @@ impl StepWords {
             LogitsRequest::Last => self.want(last..last + 1, None),
             LogitsRequest::All => self.want(row..last + 1, None),
             LogitsRequest::Draw(draw) => self.want(last..last + 1, Some(draw)),
+            LogitsRequest::DrawEach(draws) => (row..=last).enumerate().for_each(|(offset, row)| {
+                self.want(row..row + 1, Some(&draws.at(offset)));
+            }),
         }
     }
 
@@ -280,6 +283,7 @@ fn check(batch: &[SeqStep<'_>], bounds: &StepBounds) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sampling::{DrawSeries, SamplingParams, TokenPosition};
 
     const BOUNDS: StepBounds = StepBounds {
         rows: 512,
@@ -377,6 +381,23 @@ mod tests {
         assert_eq!(kinds, [2, 0, 0, 2, 0]);
         let none = StepPlan::new(&[step(last), step(LogitsRequest::No), step(last)], &BOUNDS).unwrap();
         assert_eq!((none.sampled, none.to_host.len(), &none.to_host[0]), (false, 1, &(0..2)));
+    }
+
+    #[test]
+    fn each_row_of_a_part_with_drafts_is_drawn_from() {
+        let table = table(5);
+        let params = SamplingParams { temperature: 0.5, seed: 9, ..SamplingParams::default() };
+        let draws = DrawSeries::of(&params, TokenPosition { position: 21, generated: 2 }).unwrap();
+        let step = |tokens, logits| SeqStep { tokens, start: 20, block_table: &table, logits };
+        let batch = [step(&[7, 8, 9], LogitsRequest::DrawEach(draws)), step(&[7], LogitsRequest::Last)];
+        let plan = StepPlan::new(&batch, &BOUNDS).unwrap();
+        assert_eq!((plan.bucket, plan.sampled), (None, true));
+        assert_eq!((plan.to_host.len(), &plan.to_host[0]), (1, &(3..4)));
+        let rows: Vec<&[i32]> = words(&plan, plan.sections.draws).chunks(DRAW_WORDS).collect();
+        for (offset, row) in rows[..3].iter().enumerate() {
+            assert_eq!(*row, &draw_words(Some(&draws.at(offset)))[..], "{offset}");
+        }
+        assert!(rows.len() == 4 && rows[0] != rows[1]);
     }
 
     #[test]

@@ -5,5 +5,6 @@ pub(crate) mod embeddings;
 pub(crate) mod examples;
 pub(crate) mod prompt_scores;
 pub(crate) mod restrictions;
+pub(crate) mod speculation;
 pub(crate) mod stopping;
 pub(crate) mod texts;
