@@ -98,6 +98,8 @@ pub struct GenerateRequest {
     pub prompt: PromptOptions,
     /// The texts that are permitted; `None` for all.
     pub structured: Option<StructuredOutput>,
+    /// Maximum number of tokens of a chat's reasoning; `None` for no bound of its own (vLLM's extension).
+    pub thinking_token_budget: Option<u32>,
     /// Texts that end the sequence.
     pub stop: Vec<String>,
     /// Tokens that end the sequence, in addition to EOS.
@@ -169,8 +171,14 @@ const SMALL_FIELDS: [&str; 34] = [
 ];
 
 /// Fields that only an engine reads. A router leaves their bounds to the engine.
-const ENGINE_FIELDS: [&str; 5] =
-    ["allowed_token_ids", "bad_words", "prompt_logprobs", "truncate_prompt_tokens", "truncation_side"];
+const ENGINE_FIELDS: [&str; 6] = [
+    "allowed_token_ids",
+    "bad_words",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+    "truncation_side",
+    "thinking_token_budget",
+];
 
 /// The input to continue.
 #[derive(Clone, Debug, PartialEq)]
@@ -277,6 +285,7 @@ impl GenerateRequest {
             restrictions: TokenRestrictions::read(fields, limits)?,
             prompt: PromptOptions::read(fields, stream, limits.scope)?,
             structured: forced::constraint(&input, structured::read(fields, limits.scope)?, limits.scope)?,
+            thinking_token_budget: thinking_token_budget(fields, endpoint, limits.scope)?,
             stop: stop(fields, limits.scope)?,
             stop_token_ids: stop_token_ids(fields, limits)?,
             include_stop_str_in_output: fields.boolean("include_stop_str_in_output")?.unwrap_or(false),
@@ -342,6 +351,19 @@ fn min_tokens(fields: Fields<'_>, max_tokens: Option<u32>) -> Result<u32, ApiErr
         }
         _ => Ok(min),
     }
+}
+
+/// As in vLLM, -1 is no bound. Only an engine reads the field, and only of a chat.
+fn thinking_token_budget(
+    fields: Fields<'_>,
+    endpoint: Endpoint,
+    scope: Scope,
+) -> Result<Option<u32>, ApiError> {
+    if endpoint != Endpoint::Chat || scope == Scope::AnyEngine {
+        return Ok(None);
+    }
+    let budget = fields.integer("thinking_token_budget", -1..=TOKENS_MAX.into())?;
+    Ok(budget.and_then(|tokens| u32::try_from(tokens).ok()))
 }
 
 fn stop(fields: Fields<'_>, scope: Scope) -> Result<Vec<String>, ApiError> {

@@ -101,6 +101,8 @@ pub struct Usage {
     pub completion_tokens: u32,
     /// Prompt tokens whose KV was not computed for this request; `None` omits `prompt_tokens_details`.
     pub cached_tokens: Option<u32>,
+    /// Tokens of all choices that are reasoning; `None` omits `completion_tokens_details`.
+    pub reasoning_tokens: Option<u32>,
 }
 
 impl Serialize for Usage {
@@ -109,13 +111,20 @@ impl Serialize for Usage {
         struct UsageDetails {
             cached_tokens: u32,
         }
-        let mut usage = serializer.serialize_struct("Usage", 4)?;
+        #[derive(serde::Serialize)]
+        struct CompletionDetails {
+            reasoning_tokens: u32,
+        }
+        let mut usage = serializer.serialize_struct("Usage", 5)?;
         usage.serialize_field("prompt_tokens", &self.prompt_tokens)?;
         usage.serialize_field("completion_tokens", &self.completion_tokens)?;
         let total = u64::from(self.prompt_tokens) + u64::from(self.completion_tokens);
         usage.serialize_field("total_tokens", &total)?;
         if let Some(cached_tokens) = self.cached_tokens {
             usage.serialize_field("prompt_tokens_details", &UsageDetails { cached_tokens })?;
+        }
+        if let Some(reasoning_tokens) = self.reasoning_tokens {
+            usage.serialize_field("completion_tokens_details", &CompletionDetails { reasoning_tokens })?;
         }
         usage.end()
     }

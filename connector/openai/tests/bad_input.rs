@@ -403,7 +403,14 @@ fn fields_of_tools_and_reasoning_are_checked_and_reach_the_template() {
     refuses(with("parallel_tool_calls", json!("yes")), Some("parallel_tool_calls"), "true or false");
     refuses(with("include_reasoning", json!(1)), Some("include_reasoning"), "true or false");
     refuses(with("reasoning_effort", json!("huge")), Some("reasoning_effort"), "none, minimal, low");
-    refuses(with("thinking_token_budget", json!(5)), Some("thinking_token_budget"), "not supported");
+    for wrong in [json!(-2), json!(1.5), json!("5"), json!(true)] {
+        refuses(with("thinking_token_budget", wrong), Some("thinking_token_budget"), "an integer from -1");
+    }
+    for (value, budget) in [(json!(0), Some(0)), (json!(5), Some(5)), (json!(-1), None), (Value::Null, None)]
+    {
+        let read = with("thinking_token_budget", value).expect("sound");
+        assert_eq!(read.thinking_token_budget, budget);
+    }
 
     let read = |body: Value| match chat(body).expect("sound").input {
         Input::Chat(chat) => *chat,

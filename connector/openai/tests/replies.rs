@@ -38,7 +38,8 @@ fn event(frame: &Bytes) -> Value {
     serde_json::from_str(data).expect("JSON")
 }
 
-const USAGE: Usage = Usage { prompt_tokens: 3, completion_tokens: 2, cached_tokens: Some(1) };
+const USAGE: Usage =
+    Usage { prompt_tokens: 3, completion_tokens: 2, cached_tokens: Some(1), reasoning_tokens: None };
 
 #[test]
 fn a_completion_in_one_piece_has_vllms_fields() {
@@ -86,6 +87,9 @@ fn a_chat_reply_in_one_piece_has_openais_fields() {
         prompt_token_ids: None,
         prompt_logprobs: None,
     };
+    let reasoned = Usage { reasoning_tokens: Some(1), ..USAGE };
+    let reply = json_of(&head(Endpoint::Chat).full(std::slice::from_ref(&choice), &reasoned, None));
+    assert_eq!(reply["usage"]["completion_tokens_details"], json!({"reasoning_tokens": 1}));
     let usage = Usage { cached_tokens: None, ..USAGE };
     let reply = json_of(&head(Endpoint::Chat).full(&[choice], &usage, None));
     assert_eq!(reply["object"], "chat.completion");

@@ -8,7 +8,7 @@ use baton_connector::{EngineId, Handoff};
 use tokio::sync::mpsc::Sender;
 
 use crate::engine_core::fetch_target::FetchTarget;
-use crate::grammar::GrammarState;
+use crate::grammar::TokenGate;
 use crate::sampling::{SampledLogprobs, SampledToken, SamplingParams};
 use crate::scheduler::Refusal;
 use crate::scheduler::sequence::{FinishReason, NewSequence};
@@ -20,8 +20,8 @@ pub struct Submission {
     pub sequence: NewSequence,
     /// How to choose tokens.
     pub sampling: SamplingParams,
-    /// The texts that its request permits, before the first token.
-    pub grammar: Option<GrammarState>,
+    /// The tokens that its request permits, before the first one.
+    pub grammar: Option<TokenGate>,
     /// Which choice of its request it is.
     pub index: u32,
     /// The request's tag in the event log.

@@ -53,7 +53,7 @@ use crate::blocks::pool::BlockUsage;
 use crate::compute::{Executor, SeqStep};
 use crate::engine_core::fetch_target::FetchTarget;
 use crate::engine_core::mailbox::{LegFilter, MailBatch};
-use crate::grammar::GrammarState;
+use crate::grammar::TokenGate;
 use crate::log_span::request_span;
 use crate::offload::{OffloadFault, OffloadReport};
 use crate::sampling::{SamplingParams, TokenCounts, TokenPosition};
@@ -73,8 +73,8 @@ struct LiveSequence {
     request: RequestId,
     sampling: SamplingParams,
     counts: TokenCounts,
-    /// The texts that its request permits.
-    grammar: Option<GrammarState>,
+    /// The tokens that its request permits.
+    grammar: Option<TokenGate>,
     index: u32,
     outbox: Sender<(u32, SeqEvent)>,
     target: Option<FetchTarget>,

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::prompt_scores::PromptScores;
 use super::{EngineCore, EngineEnv, LiveSequence, SeqEvent, token_position};
 use crate::compute::{Logits, LogitsRequest, SeqStep};
-use crate::grammar::{GrammarFault, GrammarState};
+use crate::grammar::{GrammarFault, TokenGate};
 use crate::log_span::request_span;
 use crate::sampling::{SampledToken, SamplingRow, SamplingScratch, has_candidate};
 use crate::scheduler::StepPart;
@@ -87,8 +87,13 @@ impl LiveSequence {
             counts: &self.counts,
             output: &sequence.tokens()[sequence.prompt_len()..],
             position: token_position(sequence),
-            mask: self.grammar.as_ref().and_then(GrammarState::mask),
+            mask: self.grammar.as_ref().and_then(TokenGate::mask),
         }
+    }
+
+    /// Whether no mask restricts its next token.
+    pub(super) fn is_unmasked(&self) -> bool {
+        self.grammar.as_ref().is_none_or(TokenGate::is_free)
     }
 
     /// Reports the end of its prompt, before the first token. `cached` tokens of it came from this engine's cache.

@@ -12,7 +12,7 @@ pub(super) fn step_of<'a>(
 ) -> SeqStep<'a> {
     let sequence = sequences.get(part.id).expect("a planned sequence is known");
     let (tokens, has_drafts) = sequences.tokens(part);
-    let row = live.filter(|live| live.grammar.is_none()).map(|live| live.sampling_row(sequence));
+    let row = live.filter(|live| live.is_unmasked()).map(|live| live.sampling_row(sequence));
     let logits = match part.samples {
         _ if sequence.scores_prompt(part.start, part.count) => LogitsRequest::All,
         samples if sequence.pools(samples) => LogitsRequest::Hidden,

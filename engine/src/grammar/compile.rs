@@ -7,6 +7,7 @@ use llguidance::{Matcher, ParserFactory};
 use serde_json::{Value, json};
 
 use super::LEXER_STATES_MAX;
+use super::cancel::CompileControl;
 use super::ebnf::{is_ebnf, literal, to_lark};
 use super::state::RawMask;
 
@@ -34,11 +35,19 @@ impl CompiledGrammar {
         Self { matcher: self.matcher.deep_clone(), first: self.first.clone(), bytes: self.bytes }
     }
 
-    /// Adds a text.
+    /// Adds a text, until `control` cancels it.
     ///
     /// # Errors
     /// The text does not begin a permitted one.
-    pub(super) fn advance(&mut self, text: &[u32], rows: usize) -> Result<(), String> {
+    pub(super) fn advance(
+        &mut self,
+        text: &[u32],
+        rows: usize,
+        control: &CompileControl,
+    ) -> Result<(), String> {
+        if let Some(handle) = self.matcher.cancellation_handle() {
+            control.watch(handle);
+        }
         let wrong = || "the text so far does not fit the constraint".to_owned();
         for part in text.chunks(TOKENS_PER_RENEWAL) {
             self.matcher.consume_tokens(part).map_err(|_| wrong())?;
@@ -65,7 +74,7 @@ pub(super) fn factory(trie: &TokEnv) -> Result<ParserFactory, String> {
     Ok(factory)
 }
 
-/// Compiles a constraint.
+/// Compiles a constraint, until `control` cancels it.
 ///
 /// # Errors
 /// Why it cannot be enforced, and where if the compiler names a part of it.
@@ -73,6 +82,7 @@ pub(super) fn compile(
     factory: &ParserFactory,
     rows: usize,
     constraint: &OutputConstraint,
+    control: &CompileControl,
 ) -> Result<CompiledGrammar, String> {
     let wrong = |error: &dyn std::fmt::Display| {
         let message = message(&format!("{error:#}"));
@@ -83,7 +93,8 @@ pub(super) fn compile(
             }
         }
     };
-    let parser = factory.create_parser(grammar_of(constraint)?).map_err(|error| wrong(&error))?;
+    let mut parser = factory.create_parser(grammar_of(constraint)?).map_err(|error| wrong(&error))?;
+    control.watch(parser.enable_cancellation());
     // It shares the lexer of the matcher.
     let measured = parser.clone();
     let mut matcher = Matcher::new(Ok(parser));

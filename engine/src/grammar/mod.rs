@@ -14,14 +14,19 @@
 //! Invariants:
 //! - A mask is a function of the constraint and of the generated tokens. Every sequence has a lexer of its own, so no
 //!   other sequence changes what its limits permit. Batches, preemption and handoffs therefore change no token.
+//! - Behind reasoning, a grammar begins after the marker that ends it ([`TokenGate`]). The end of the prompt and the
+//!   generated tokens decide where that is.
 //! - A decode engine begins at the state before the first token: the prefill engine's token is not part of the text.
 //! - Work is bounded by counted steps of the lexer and the parser, not by a clock, so a limit hits at the same token on
 //!   every machine.
+//! - A compilation whose request has ended is cancelled, and its thread takes the next one.
 //! - Every queue is bounded: compilations by [`COMPILE_QUEUE_MAX`], masks by the number of states, [`STATES_MAX`].
 
 mod cache;
+mod cancel;
 mod compile;
 mod ebnf;
+mod gate;
 mod service;
 mod state;
 mod vocabulary;
@@ -29,6 +34,7 @@ mod vocabulary;
 #[cfg(test)]
 mod tests;
 
+pub use gate::{ReasoningRules, TokenGate, can_precede_grammar};
 pub use service::GrammarService;
 pub use state::{GrammarFault, GrammarState, MaskReadiness};
 
@@ -40,8 +46,8 @@ pub const MASK_WAIT: Duration = Duration::from_millis(2);
 /// Compilations that wait. One takes 1 to 100 ms; the next request is refused with 429.
 pub const COMPILE_QUEUE_MAX: usize = 64;
 
-/// Time until the answer of a compilation. Longer than the queue normally takes. A constraint whose compilation has
-/// begun is refused with 400 then, one that still waits with 429.
+/// Time until the answer of a compilation, which is then cancelled. Longer than the queue normally takes. A constraint
+/// whose compilation has begun is refused with 400 then, one that still waits with 429.
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Grammars of running and waiting sequences: as many as one request may have sequences. Their lexers take 5 GB at most:

@@ -8,7 +8,7 @@
 //! They start with the first constraint, and end by themselves when the service and all states are dropped.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::AtomicUsize;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::Builder;
@@ -19,6 +19,7 @@ use llguidance::ParserFactory;
 use tokio::sync::oneshot;
 
 use super::cache::{self, GrammarCache};
+use super::cancel::{CancelOnDrop, CompileControl};
 use super::compile::{CompiledGrammar, compile, factory};
 use super::state::{GrammarCursor, GrammarState, MaskOrder, StatePermit};
 use super::vocabulary::token_trie;
@@ -57,8 +58,7 @@ struct CompileOrder {
     stops: Arc<[u32]>,
     text: Vec<u32>,
     permits: Vec<StatePermit>,
-    /// Whether a thread has taken it. The request reads it when its time is over.
-    begun: Arc<AtomicBool>,
+    control: Arc<CompileControl>,
     reply: oneshot::Sender<CompileReply>,
 }
 
@@ -76,6 +76,9 @@ impl GrammarService {
     /// The states of `count` sequences before their first token, which continues `text`. `stops` are the tokens that
     /// end them.
     ///
+    /// # Cancel safety
+    /// Dropping the future cancels the compilation.
+    ///
     /// # Errors
     /// [`GrammarRefusal`].
     pub async fn states(
@@ -90,12 +93,13 @@ impl GrammarService {
         let orders = self.orders.get_or_init(|| start(self.vocabulary.clone()));
         let orders = orders.as_ref().ok_or(GrammarRefusal::Busy("no thread for structured output"))?;
         let (reply, answer) = oneshot::channel();
-        let (constraint, stops, begun) = (constraint.clone(), stops.into(), Arc::default());
-        let order = CompileOrder { constraint, stops, text, permits, begun: Arc::clone(&begun), reply };
+        let (constraint, stops) = (constraint.clone(), stops.into());
+        let waiting = CancelOnDrop(Arc::default());
+        let order = CompileOrder { constraint, stops, text, permits, control: Arc::clone(&waiting.0), reply };
         if orders.try_send(order).is_err() {
             return Err(GrammarRefusal::Busy("too many constraints are waiting to be compiled"));
         }
-        answered(answer, &begun, COMPILE_TIMEOUT).await
+        answered(answer, &waiting.0, COMPILE_TIMEOUT).await
     }
 }
 
@@ -103,14 +107,14 @@ impl GrammarService {
 /// it still waits behind others.
 pub(super) async fn answered(
     answer: oneshot::Receiver<CompileReply>,
-    begun: &AtomicBool,
+    control: &CompileControl,
     at_most: Duration,
 ) -> CompileReply {
     match tokio::time::timeout(at_most, answer).await {
         Ok(Ok(states)) => states,
         // The compiler panicked, and dropped the order.
         Ok(Err(_)) => Err(GrammarRefusal::Invalid("it cannot be compiled".into())),
-        Err(_) if begun.load(Ordering::Acquire) => Err(GrammarRefusal::TooSlow),
+        Err(_) if control.has_begun() => Err(GrammarRefusal::TooSlow),
         Err(_) => Err(GrammarRefusal::Busy("the constraints before it take too long to compile")),
     }
 }
@@ -165,9 +169,9 @@ fn compile_orders<'a>(
         if order.reply.is_closed() {
             continue;
         }
-        order.begun.store(true, Ordering::Release);
-        let CompileOrder { constraint, stops, text, permits, reply, begun: _ } = order;
-        let states = || compiler().states(&constraint, &stops, &text, permits, masks);
+        order.control.begin();
+        let CompileOrder { constraint, stops, text, permits, control, reply } = order;
+        let states = || compiler().states(&constraint, (&stops, &text[..]), permits, masks, &control);
         // After a panic the dropped reply is the answer.
         if let Ok(states) = catch_unwind(AssertUnwindSafe(states)) {
             let _ = reply.send(states);
@@ -194,13 +198,13 @@ impl Compiler {
     fn states(
         &self,
         constraint: &OutputConstraint,
-        stops: &Arc<[u32]>,
-        text: &[u32],
+        (stops, text): (&Arc<[u32]>, &[u32]),
         permits: Vec<StatePermit>,
         masks: &SyncSender<MaskOrder>,
+        control: &CompileControl,
     ) -> CompileReply {
-        let mut begun = self.compiled(constraint).map_err(GrammarRefusal::Invalid)?;
-        begun.advance(text, self.rows).map_err(GrammarRefusal::Invalid)?;
+        let mut begun = self.compiled(constraint, control).map_err(GrammarRefusal::Invalid)?;
+        begun.advance(text, self.rows, control).map_err(GrammarRefusal::Invalid)?;
         let state = |permit| {
             let CompiledGrammar { matcher, first, .. } = begun.copy();
             let cursor = GrammarCursor { matcher, stops: Arc::clone(stops), _permit: permit };
@@ -210,15 +214,23 @@ impl Compiler {
     }
 
     /// The grammar of a constraint, from the cache or compiled. No lock is held while it is compiled.
-    fn compiled(&self, constraint: &OutputConstraint) -> Result<CompiledGrammar, String> {
+    fn compiled(
+        &self,
+        constraint: &OutputConstraint,
+        control: &CompileControl,
+    ) -> Result<CompiledGrammar, String> {
         let factory = self.factory.as_ref().map_err(String::clone)?;
         let cache = || self.cache.lock().unwrap_or_else(PoisonError::into_inner);
         let key = cache::key(constraint);
         if let Some(known) = cache().find(&key) {
             return Ok(known);
         }
-        let compiled = compile(factory, self.rows, constraint)?;
-        cache().add(key, compiled.copy());
+        let compiled = compile(factory, self.rows, constraint, control)?;
+        let kept = compiled.copy();
+        if kept.matcher.is_cancelled() {
+            return Err("its request has ended".into());
+        }
+        cache().add(key, kept);
         Ok(compiled)
     }
 }
@@ -235,7 +247,7 @@ mod tests {
             stops: Arc::from(Vec::new()),
             text: Vec::new(),
             permits: StatePermit::take(live, 1).expect("there are few"),
-            begun: Arc::default(),
+            control: Arc::default(),
             reply,
         };
         (order, answer)
@@ -245,14 +257,14 @@ mod tests {
     fn only_a_constraint_whose_own_compilation_is_slow_is_at_fault() {
         let mut builder = tokio::runtime::Builder::new_current_thread();
         let runtime = builder.enable_all().build().expect("a runtime");
-        let overdue = |answer, begun: &AtomicBool| {
-            runtime.block_on(answered(answer, begun, Duration::ZERO)).expect_err("there is no answer")
+        let overdue = |answer, control: &CompileControl| {
+            runtime.block_on(answered(answer, control, Duration::ZERO)).expect_err("there is no answer")
         };
         let live = Arc::default();
         let (waiting, answer) = order(&live);
-        assert!(matches!(overdue(answer, &waiting.begun), GrammarRefusal::Busy(_)));
+        assert!(matches!(overdue(answer, &waiting.control), GrammarRefusal::Busy(_)));
         let (taken, mut answer) = order(&live);
-        let (skipped, begun) = (Arc::clone(&waiting.begun), Arc::clone(&taken.begun));
+        let (skipped, begun) = (Arc::clone(&waiting.control), Arc::clone(&taken.control));
         let (tokenizer, _) = fixture("qwen3");
         let rows = tokenizer.vocab();
         let compiler = Compiler::new(&GrammarVocabulary { tokenizer, rows, eos: Vec::new() });
@@ -268,6 +280,6 @@ mod tests {
         };
         compile_orders(&Mutex::new(arriving), compiling, &masks);
         assert!(answer.try_recv().is_ok_and(|states| states.is_ok()), "it was compiled");
-        assert!(!skipped.load(Ordering::Acquire), "a waiter has left");
+        assert!(!skipped.has_begun(), "a waiter has left");
     }
 }

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use baton_openai::FinishReason;
 use llguidance::Matcher;
+use llguidance::toktrie::TokTrie;
 
 use super::STATES_MAX;
 use crate::sampling::TokenMask;
@@ -213,13 +214,35 @@ impl GrammarState {
         if ended == Some(FinishReason::Stop) {
             return ended;
         }
+        self.advance(&[token], ended)
+    }
+
+    /// Begins with a text that follows a marker in the same token. Whitespace there may belong to the marker.
+    pub(super) fn begin(&mut self, text: &[u8], ended: Option<FinishReason>) -> Option<FinishReason> {
+        let MaskProgress::Ready(masked) = &mut self.progress else { return ended };
+        if text.is_empty() {
+            return ended;
+        }
+        let matcher = &mut masked.cursor.matcher;
+        let tokens = matcher.tok_env().map(|env| tokens_of(env.tok_trie(), text)).unwrap_or_default();
+        let valid = matcher.validate_tokens(&tokens).unwrap_or(0);
+        if valid > 0 && valid == tokens.len() {
+            return self.advance(&tokens, ended);
+        }
+        if !text.trim_ascii().is_empty() {
+            self.progress = MaskProgress::Failed(GrammarFault::DeadEnd);
+        }
+        ended
+    }
+
+    fn advance(&mut self, tokens: &[u32], ended: Option<FinishReason>) -> Option<FinishReason> {
         let MaskProgress::Ready(MaskedCursor { mut cursor, .. }) =
             std::mem::replace(&mut self.progress, MaskProgress::Over)
         else {
             self.progress = MaskProgress::Failed(GrammarFault::Stopped);
             return ended;
         };
-        if cursor.matcher.consume_token(token).is_err() {
+        if cursor.matcher.consume_tokens(tokens).is_err() {
             self.progress = MaskProgress::Failed(GrammarFault::DeadEnd);
             return ended;
         }
@@ -235,4 +258,12 @@ impl GrammarState {
         }
         ended
     }
+}
+
+/// Any tokens with these bytes; none if there are none.
+fn tokens_of(trie: &TokTrie, text: &[u8]) -> Vec<u32> {
+    let tokens = trie.greedy_tokenize(text);
+    // It leaves out bytes without a token.
+    let bytes: usize = tokens.iter().map(|token| trie.token(*token).len()).sum();
+    if bytes == text.len() { tokens } else { Vec::new() }
 }

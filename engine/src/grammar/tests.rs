@@ -4,8 +4,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use baton_openai::{FinishReason, JsonWhitespace, OutputConstraint};
+use llguidance::ParserFactory;
 use serde_json::{Value, json};
 
+use super::cancel::CompileControl;
+use super::compile::{CompiledGrammar, compile};
 use super::state::{GrammarCursor, StatePermit};
 use super::*;
 use crate::model::tests::fixture;
@@ -35,6 +38,10 @@ fn states(
 
 fn one(service: &GrammarService, constraint: &OutputConstraint) -> GrammarState {
     states(service, constraint, &[], 1).expect("it can be enforced").remove(0)
+}
+
+fn compiled(factory: &ParserFactory, rows: usize, constraint: &OutputConstraint) -> CompiledGrammar {
+    compile(factory, rows, constraint, &CompileControl::default()).expect("it can be enforced")
 }
 
 fn json_schema(schema: Value) -> OutputConstraint {
@@ -250,7 +257,7 @@ fn a_long_continued_text_may_take_the_work_of_the_text_in_one_piece() {
     // Less work for one mask than usual: the text is too long for it.
     factory.limits_mut().step_lexer_fuel = 12_000;
     let constraint = OutputConstraint::Regex("(a|b)*b(a|b){60}x".into());
-    let compiled = compile::compile(&factory, rows, &constraint).expect("it can be enforced");
+    let compiled = compiled(&factory, rows, &constraint);
     let id = |text: &[u8]| {
         (0..rows as u32).find(|id| tokenizer.bytes(*id) == text).expect("every byte has a token")
     };
@@ -264,12 +271,12 @@ fn a_long_continued_text_may_take_the_work_of_the_text_in_one_piece() {
         .collect();
     assert!(compiled.copy().matcher.consume_tokens(&text).is_err(), "the work is bounded");
     let mut continued = compiled.copy();
-    continued.advance(&text, rows).expect("it fits");
+    continued.advance(&text, rows, &CompileControl::default()).expect("it fits");
     let mut whole = compiled.copy();
     for token in &text {
-        whole.advance(&[*token], rows).expect("it fits");
+        whole.advance(&[*token], rows, &CompileControl::default()).expect("it fits");
     }
-    let mask = |grammar: compile::CompiledGrammar| grammar.first.with_stops(&[]);
+    let mask = |grammar: CompiledGrammar| grammar.first.with_stops(&[]);
     assert_eq!(mask(continued), mask(whole));
 }
 
@@ -281,7 +288,7 @@ fn a_mask_is_late_until_its_thread_has_computed_it_and_fails_without_threads() {
     let trie = vocabulary::token_trie(&tokenizer, rows, &[]).expect("a vocabulary");
     let factory = compile::factory(&trie).expect("a factory");
     let constraint = OutputConstraint::Regex("(xq){2}".into());
-    let compiled = compile::compile(&factory, rows, &constraint).expect("it can be enforced");
+    let compiled = compiled(&factory, rows, &constraint);
     let (masks, wanted) = std::sync::mpsc::sync_channel(STATES_MAX);
     let live = Arc::default();
     let state = || {
@@ -313,6 +320,65 @@ fn a_mask_is_late_until_its_thread_has_computed_it_and_fails_without_threads() {
     drop(wanted);
     assert_eq!(alone.end_after(x, None), None);
     assert_eq!(alone.wait(Duration::ZERO), MaskReadiness::Failed(GrammarFault::Stopped));
+}
+
+#[test]
+fn a_text_that_begins_inside_a_token_is_followed_from_there() {
+    let service = service("qwen3");
+    let constraint = OutputConstraint::Regex("abc".into());
+    let mut state = one(&service, &constraint);
+    let first = state.mask().cloned();
+    assert_eq!(state.begin(b"", None), None);
+    // Whitespace beside a marker is no part of a text that permits none.
+    assert_eq!((state.begin(b"\n\n", None), state.mask().cloned()), (None, first));
+    assert_eq!(state.begin(b"ab", None), None);
+    assert_eq!(feed("qwen3", &mut state, "c"), (Some(FinishReason::Stop), 1));
+    let mut state = one(&service, &constraint);
+    assert_eq!(state.begin(b"abc", Some(FinishReason::Length)), Some(FinishReason::Stop));
+    let mut state = one(&service, &constraint);
+    assert_eq!(state.begin(b"ax", None), None);
+    assert_eq!(state.wait(LONG), MaskReadiness::Failed(GrammarFault::DeadEnd));
+}
+
+#[test]
+fn a_cancelled_compilation_ends_wherever_it_is() {
+    let (tokenizer, _) = fixture("qwen3");
+    let rows = tokenizer.vocab();
+    let trie = vocabulary::token_trie(&tokenizer, rows, &[]).expect("a vocabulary");
+    let factory = compile::factory(&trie).expect("a factory");
+    let constraint = OutputConstraint::Regex("a*".into());
+    let control = CompileControl::default();
+    control.cancel();
+    assert!(compile(&factory, rows, &constraint, &control).is_err(), "before the first mask");
+    let mut grammar = compiled(&factory, rows, &constraint);
+    let a = (0..rows as u32).find(|id| tokenizer.bytes(*id) == b"a").expect("every byte has a token");
+    let kept = grammar.copy();
+    assert!(grammar.advance(&[a], rows, &control).is_err(), "in the text so far");
+    for mut other in [kept, compiled(&factory, rows, &constraint)] {
+        assert!(other.advance(&[a], rows, &CompileControl::default()).is_ok(), "a copy is independent");
+    }
+}
+
+/// Without cancellation both threads are busy for longer than a request waits, which is then refused.
+#[test]
+fn threads_are_free_when_the_requests_of_their_constraints_have_ended() {
+    const TOKENS: usize = 2_000_000;
+    let service = service("qwen3");
+    let (tokenizer, _) = fixture("qwen3");
+    let a = (0..tokenizer.vocab() as u32).find(|id| tokenizer.bytes(*id) == b"a").expect("a token");
+    let letters = OutputConstraint::Regex("a*".into());
+    let mut builder = tokio::runtime::Builder::new_current_thread();
+    let runtime = builder.enable_all().build().expect("a runtime");
+    runtime.block_on(async {
+        let slow = || service.states(&letters, &[], vec![a; TOKENS], 1);
+        let brief = Duration::from_millis(50);
+        let both = tokio::join!(tokio::time::timeout(brief, slow()), tokio::time::timeout(brief, slow()));
+        assert!(both.0.is_err() && both.1.is_err(), "their requests have ended first");
+    });
+    for choice in ["x", "y", "z"] {
+        let constraint = OutputConstraint::Choice(vec![choice.into()]);
+        assert_eq!(one(&service, &constraint).wait(LONG), MaskReadiness::Ready);
+    }
 }
 
 /// Prints what masks cost. Nothing is asserted about time.

@@ -149,6 +149,8 @@ pub(super) struct TokenUsage {
     pub(super) prompt: usize,
     pub(super) completion: usize,
     pub(super) reused: usize,
+    /// Tokens of reasoning; `None` if the text is not parsed for it.
+    pub(super) reasoning: Option<usize>,
 }
 
 impl TokenUsage {
@@ -157,6 +159,7 @@ impl TokenUsage {
             prompt_tokens: self.prompt as u32,
             completion_tokens: self.completion as u32,
             cached_tokens: Some(self.reused as u32),
+            reasoning_tokens: self.reasoning.map(|tokens| tokens as u32),
         }
     }
 }

@@ -8,6 +8,7 @@ mod parsed;
 mod prompt_logprobs;
 mod stream;
 mod structured;
+mod thinking;
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -27,6 +28,7 @@ use hyper::{Method, Request, Response, StatusCode};
 use serde_json::Value;
 use tokio::sync::mpsc::Receiver;
 use tokio::sync::mpsc::error::TryRecvError;
+use tokio::sync::oneshot;
 
 use super::admit::{self, AdmittedRequest};
 use super::body_budget::{INLINE_BYTES, QUEUE_RETRY, RequestBody};
@@ -86,10 +88,13 @@ pub(super) fn answer(
     request: Request<Incoming>,
     begin: &TaskSpawner,
 ) -> impl Future<Output = Result<Reply, ApiError>> + Send + use<> {
+    let (caller, gone) = oneshot::channel();
     let reading = request_id(request.headers())
         .ok_or_else(|| ApiError::internal("the system has no randomness"))
-        .map(|id| (id.clone(), begin.spawn(read(Arc::clone(&frontend), endpoint, id, request))));
+        .map(|id| (id.clone(), begin.spawn(read(Arc::clone(&frontend), endpoint, id, request, gone))));
     async move {
+        // Dropped with this future.
+        let _caller = caller;
         let (id, reading) = reading?;
         let (request, admitted) = reading.await?;
         let mut task = GenerateTask::start(frontend, request, admitted, &id)?;
@@ -108,12 +113,13 @@ pub(super) fn answer(
     }
 }
 
-/// Reads a request and checks it.
+/// Reads a request and checks it. A constraint is compiled until the sender of `gone` is dropped.
 async fn read(
     frontend: Arc<Frontend>,
     endpoint: Endpoint,
     id: RequestId,
     request: Request<Incoming>,
+    gone: oneshot::Receiver<()>,
 ) -> Result<(GenerateRequest, AdmittedRequest), ApiError> {
     let arrived = Instant::now();
     let bodies = Arc::clone(&frontend.bodies.requests);
@@ -122,7 +128,7 @@ async fn read(
     let reader = Arc::clone(&frontend);
     let work = move || prepare(&reader, endpoint, &headers, &id, &body, arrived);
     let (request, admitted) = if inline { work()? } else { bodies.run_blocking(work).await? };
-    let admitted = structured::constrain(&frontend, &request, admitted).await?;
+    let admitted = structured::constrain(&frontend, &request, admitted, gone).await?;
     Ok((request, admitted))
 }
 
@@ -241,7 +247,11 @@ impl GenerateTask {
             model: frontend.model.name.clone(),
             system_fingerprint: None,
         };
-        let usage = TokenUsage { prompt: prompts.iter().map(Vec::len).sum(), ..TokenUsage::default() };
+        let usage = TokenUsage {
+            prompt: prompts.iter().map(Vec::len).sum(),
+            reasoning: parsed.iter().flatten().any(ParsedChoice::has_reasoning).then_some(0),
+            ..TokenUsage::default()
+        };
         Ok(Self {
             guard: SequenceGuard::new(request_guard, id.clone(), ids),
             open: choices.len(),
@@ -304,7 +314,8 @@ impl GenerateTask {
         };
         let Some(mut piece) = piece else { return Ok(GenerateProgress::Nothing) };
         if let Some(parsed) = &mut self.parsed[index as usize] {
-            parsed.apply(&mut piece);
+            let reasoned = parsed.apply(&mut piece);
+            self.usage.reasoning = self.usage.reasoning.map(|before| before + reasoned);
         }
         self.open -= usize::from(piece.finish.is_some());
         Ok(GenerateProgress::Piece(index as usize, piece))

@@ -19,6 +19,8 @@ const EMPTY: NeutralCheck = |value| match value {
     Value::Object(object) => object.is_empty(),
     _ => false,
 };
+/// vLLM's value for no bound.
+const NONE: NeutralCheck = |value| value.as_i64() == Some(-1);
 const ONE: NeutralCheck = |value| value.as_u64() == Some(1);
 const TEXT_ONLY: NeutralCheck =
     |value| value.as_array().is_some_and(|kinds| kinds.iter().all(|kind| kind.as_str() == Some("text")));
@@ -26,14 +28,14 @@ const TEXT_ONLY: NeutralCheck =
 /// Names, and checks for values that request the default behaviour.
 const BOTH: &[(&str, NeutralCheck)] =
     &[("use_beam_search", FALSE), ("best_of", ONE), ("logits_processors", EMPTY)];
-const COMPLETIONS: &[(&str, NeutralCheck)] = &[("suffix", EMPTY), ("prompt_embeds", EMPTY)];
+const COMPLETIONS: &[(&str, NeutralCheck)] =
+    &[("suffix", EMPTY), ("prompt_embeds", EMPTY), ("thinking_token_budget", NONE)];
 const CHAT: &[(&str, NeutralCheck)] = &[
     ("audio", NEVER),
     ("modalities", TEXT_ONLY),
     ("functions", EMPTY),
     ("function_call", NEVER),
     ("chat_template", NEVER),
-    ("thinking_token_budget", NEVER),
 ];
 
 /// Whether the field is one of these.

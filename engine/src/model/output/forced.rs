@@ -1,6 +1,9 @@
-//! Calls that the request forces. The text is JSON of a known schema: an array of calls, or the arguments of one.
+//! Calls that the request forces. The text behind the reasoning is JSON of a known schema: an array of calls, or the
+//! arguments of one.
 
+use super::OutputPart;
 use super::call_object::{CallObject, CallStep, ValueScanner, ValueStep};
+use super::harmony::HarmonyMessages;
 use super::sink::{OutputSink, TextKind};
 
 /// The calls of a text without other content.
@@ -105,5 +108,51 @@ impl ForcedParser {
     fn leave(&mut self, sink: &mut OutputSink) {
         self.place = ForcedPlace::Text;
         sink.content(&std::mem::take(&mut self.raw));
+    }
+}
+
+/// Forced calls in the messages of gpt-oss: the text of the message to the user is the JSON. A call that the model
+/// writes in its own format is one, too.
+#[derive(Debug)]
+pub(super) struct ForcedMessages {
+    messages: HarmonyMessages,
+    /// The parts of the messages.
+    inner: OutputSink,
+    calls: ForcedParser,
+}
+
+impl ForcedMessages {
+    pub(super) fn new(calls: ForcedCalls) -> Self {
+        let inner = OutputSink::new(usize::MAX);
+        Self { messages: HarmonyMessages::new(), inner, calls: ForcedParser::new(calls) }
+    }
+
+    pub(super) fn push(&mut self, character: char, sink: &mut OutputSink) {
+        self.messages.push(character, &mut self.inner);
+        self.pass(sink);
+    }
+
+    pub(super) fn finish(&mut self, sink: &mut OutputSink) {
+        self.messages.finish(&mut self.inner);
+        self.inner.finish();
+        self.pass(sink);
+        self.calls.finish(sink);
+    }
+
+    fn pass(&mut self, sink: &mut OutputSink) {
+        for part in self.inner.take() {
+            match part {
+                OutputPart::Content(text) => {
+                    text.chars().for_each(|character| self.calls.push(character, sink));
+                }
+                OutputPart::Reasoning(text) => {
+                    text.chars().for_each(|character| sink.text(TextKind::Reasoning, character));
+                }
+                OutputPart::Call(name) => {
+                    sink.call(&name);
+                }
+                OutputPart::Arguments(text) => sink.arguments(&text),
+            }
+        }
     }
 }

@@ -10,14 +10,17 @@
 //! `commentary` to the user, are content. A message to another recipient is reasoning: the model talks to its own tool.
 
 use super::marker::MarkerMatcher;
-use super::sink::{OutputSink, TextKind};
+use super::sink::{OutputSink, ResponseStage, TextKind};
 
-const CHANNEL: &str = "<|channel|>";
+pub(super) const CHANNEL: &str = "<|channel|>";
 const MESSAGE: &str = "<|message|>";
 const START: &str = "<|start|>";
 const CONSTRAIN: &str = "<|constrain|>";
 pub(super) const MARKERS: &[&str] =
     &[START, CHANNEL, CONSTRAIN, MESSAGE, "<|end|>", "<|call|>", "<|return|>"];
+
+/// Ends a message of reasoning and begins the one for the user.
+pub(super) const TO_FINAL: &str = "<|end|><|start|>assistant<|channel|>final<|message|>";
 
 /// Bytes of a message's header.
 const HEADER_BYTES_MAX: usize = 512;
@@ -30,7 +33,7 @@ enum HarmonyPlace {
 }
 
 /// The parser of one response.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct HarmonyMessages {
     markers: MarkerMatcher,
     place: HarmonyPlace,
@@ -40,6 +43,15 @@ pub(super) struct HarmonyMessages {
 impl HarmonyMessages {
     pub(super) fn new() -> Self {
         Self { markers: MarkerMatcher::new(MARKERS), place: HarmonyPlace::Header, header: String::new() }
+    }
+
+    /// What the next text is, if it is no marker.
+    pub(super) fn stage(&self) -> ResponseStage {
+        match self.place {
+            HarmonyPlace::Header | HarmonyPlace::Arguments => ResponseStage::Outside,
+            HarmonyPlace::Text(TextKind::Reasoning) => ResponseStage::Reasoning,
+            HarmonyPlace::Text(TextKind::Content) => ResponseStage::Content,
+        }
     }
 
     pub(super) fn push(&mut self, character: char, sink: &mut OutputSink) {

@@ -1,7 +1,7 @@
 //! Markers in a stream of characters.
 
 /// Finds markers. Text that may begin one is held back. No marker of a set is a part of another one.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct MarkerMatcher {
     markers: &'static [&'static str],
     held: String,

@@ -16,9 +16,12 @@ mod pythonic;
 mod reasoning;
 mod sink;
 mod tags;
+mod track;
 
 pub use forced::ForcedCalls;
 pub use reasoning::PromptEnd;
+pub use sink::ResponseStage;
+pub use track::ReasoningTrack;
 
 use baton_openai::{ChatInput, GenerateRequest, Input};
 use serde_json::Value;
@@ -26,7 +29,7 @@ use serde_json::Value;
 use super::chat_template::ChatTemplate;
 use blocks::BlockCalls;
 use deepseek::DeepseekCalls;
-use forced::ForcedParser;
+use forced::{ForcedMessages, ForcedParser};
 use harmony::HarmonyMessages;
 use pythonic::PythonicCalls;
 use reasoning::{ReasoningSplitter, ReasoningTags};
@@ -229,12 +232,14 @@ pub struct OutputContext {
     pub functions: Vec<String>,
     /// The request's tools, for the format whose arguments have no types.
     pub tools: Vec<Value>,
-    /// The calls that the request forces: the text has no other format then, and no reasoning.
+    /// The calls that the request forces: the text behind the reasoning has no other format then.
     pub forced: Option<ForcedCalls>,
     /// Calls beyond this number are left out.
     pub calls_shown: usize,
     /// Whether the markers of calls are special tokens that the response's text leaves out.
     pub hides_markers: bool,
+    /// Whether the content keeps its whitespace beside markup: it has a constraint.
+    pub exact: bool,
 }
 
 /// Parses one response.
@@ -255,18 +260,25 @@ enum ContentParser {
     Deepseek(DeepseekCalls),
     Harmony(HarmonyMessages),
     Forced(ForcedParser),
+    ForcedMessages(Box<ForcedMessages>),
 }
 
 impl OutputParser {
     /// The parser of a response to come.
     #[must_use]
     pub fn new(format: OutputFormat, context: OutputContext) -> Self {
-        let OutputContext { prompt, functions, tools, forced, calls_shown, hides_markers } = context;
-        let mut sink = OutputSink::new(calls_shown);
-        if let Some(calls) = forced {
-            return Self { sink, reasoning: None, content: ContentParser::Forced(ForcedParser::new(calls)) };
-        }
+        let OutputContext { prompt, functions, tools, forced, calls_shown, hides_markers, exact } = context;
+        let mut sink = OutputSink::new(calls_shown).exact(exact);
+        let tags = format.reasoning.and_then(ReasoningFormat::tags);
+        let reasoning = tags.map(|tags| ReasoningSplitter::new(tags, prompt, &mut sink));
         let harmony = format.reasoning == Some(ReasoningFormat::Harmony);
+        if let Some(calls) = forced {
+            let content = match harmony {
+                true => ContentParser::ForcedMessages(Box::new(ForcedMessages::new(calls))),
+                false => ContentParser::Forced(ForcedParser::new(calls)),
+            };
+            return Self { sink, reasoning, content };
+        }
         let content = match format.calls {
             _ if harmony => ContentParser::Harmony(HarmonyMessages::new()),
             None => ContentParser::Text,
@@ -286,8 +298,6 @@ impl OutputParser {
             Some(CallFormat::DeepseekV3) => ContentParser::Deepseek(DeepseekCalls::new(hides_markers)),
             Some(CallFormat::Harmony) => ContentParser::Harmony(HarmonyMessages::new()),
         };
-        let tags = format.reasoning.and_then(ReasoningFormat::tags);
-        let reasoning = tags.map(|tags| ReasoningSplitter::new(tags, prompt, &mut sink));
         Self { sink, reasoning, content }
     }
 
@@ -295,7 +305,7 @@ impl OutputParser {
     #[must_use]
     pub fn may_reason(&self) -> bool {
         let in_tags = self.reasoning.as_ref().is_some_and(ReasoningSplitter::is_open);
-        in_tags || matches!(self.content, ContentParser::Harmony(_))
+        in_tags || matches!(self.content, ContentParser::Harmony(_) | ContentParser::ForcedMessages(_))
     }
 
     /// Adds text. Returns the parts that are certain now.
@@ -326,6 +336,7 @@ impl OutputParser {
             ContentParser::Deepseek(calls) => calls.finish(&mut self.sink),
             ContentParser::Harmony(messages) => messages.finish(&mut self.sink),
             ContentParser::Forced(calls) => calls.finish(&mut self.sink),
+            ContentParser::ForcedMessages(calls) => calls.finish(&mut self.sink),
         }
         self.sink.finish();
         self.sink.take()
@@ -342,6 +353,7 @@ impl OutputParser {
                 ContentParser::Deepseek(calls) => calls.push(character, sink),
                 ContentParser::Harmony(messages) => messages.push(character, sink),
                 ContentParser::Forced(calls) => calls.push(character, sink),
+                ContentParser::ForcedMessages(calls) => calls.push(character, sink),
             }
         }
     }

@@ -45,7 +45,7 @@ pub(super) const MISTRAL: &ReasoningTags = &ReasoningTags {
     implied: false,
 };
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 enum ReasoningPlace {
     /// Before the opening tag, with the whitespace so far; `true` if other text is reasoning.
     Start(bool, String),
@@ -54,7 +54,7 @@ enum ReasoningPlace {
 }
 
 /// Splits one response.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct ReasoningSplitter {
     tags: &'static ReasoningTags,
     matcher: MarkerMatcher,
@@ -100,6 +100,11 @@ impl ReasoningSplitter {
     /// Whether the response may still contain reasoning.
     pub(super) fn is_open(&self) -> bool {
         !matches!(self.place, ReasoningPlace::After)
+    }
+
+    /// Whether the next text is reasoning, if it is no tag.
+    pub(super) fn is_inside(&self) -> bool {
+        matches!(self.place, ReasoningPlace::Inside | ReasoningPlace::Start(true, _))
     }
 
     /// Adds a character. `rest` gets the characters that are no reasoning.

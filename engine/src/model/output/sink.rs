@@ -18,8 +18,19 @@ pub(super) enum TextKind {
     Reasoning,
 }
 
+/// What the next text of a response is, if it is no marker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ResponseStage {
+    /// Not known yet, a header, or a call in a channel.
+    Outside,
+    /// Reasoning.
+    Reasoning,
+    /// Text for the user.
+    Content,
+}
+
 /// Collects parts.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct OutputSink {
     parts: Vec<OutputPart>,
     /// Whitespace that is held back, of the kind `kind`.
@@ -30,17 +41,27 @@ pub(super) struct OutputSink {
     calls: usize,
     /// Calls beyond this are left out (`parallel_tool_calls`).
     shown: usize,
+    /// Whether content keeps its whitespace beside markup: a constraint permits it as it is.
+    exact: bool,
 }
 
 impl OutputSink {
     pub(super) fn new(shown: usize) -> Self {
         let kind = TextKind::Content;
-        Self { parts: Vec::new(), spaces: String::new(), kind, at_edge: false, calls: 0, shown }
+        Self { parts: Vec::new(), spaces: String::new(), kind, at_edge: false, calls: 0, shown, exact: false }
+    }
+
+    /// The same for a response whose content has a constraint.
+    pub(super) fn exact(self, exact: bool) -> Self {
+        Self { exact, ..self }
     }
 
     /// Adds a character of text.
     pub(super) fn text(&mut self, kind: TextKind, character: char) {
         self.kind = kind;
+        if self.exact && kind == TextKind::Content {
+            self.at_edge = false;
+        }
         if character.is_ascii_whitespace() {
             self.spaces.push(character);
             return;

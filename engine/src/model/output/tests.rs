@@ -32,6 +32,7 @@ fn context() -> OutputContext {
         forced: None,
         calls_shown: usize::MAX,
         hides_markers: false,
+        exact: false,
     }
 }
 
@@ -357,6 +358,38 @@ fn forced_calls_are_the_whole_text() {
         let context = || OutputContext { forced: Some(forced.clone()), ..context() };
         assert_eq!(parts(QWEN3, context(), [text]), expected, "{text}");
         assert_eq!(parts(QWEN3, context(), pieces(text, 0..text.len())), expected, "by character: {text}");
+    }
+}
+
+#[test]
+fn forced_calls_follow_the_reasoning() {
+    let forced = |prompt| OutputContext { prompt, forced: Some(ForcedCalls::Any), ..context() };
+    let calls = "[{\"name\": \"time\", \"parameters\": {}}]";
+    let expected = [vec![reasoning("Hm.")], call("time", "{}").to_vec()].concat();
+    let channels = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>";
+    for (format, prompt, before) in [
+        (QWEN3, PromptEnd::InReasoning, "Hm.</think>\n"),
+        (QWEN3, PromptEnd::Plain, "<think>\nHm.\n</think>"),
+        (HARMONY, PromptEnd::Plain, channels),
+    ] {
+        let text = format!("{before}{calls}");
+        assert_eq!(parts(format, forced(prompt), [text.as_str()]), expected, "{text}");
+        assert_eq!(parts(format, forced(prompt), pieces(&text, 0..text.len())), expected, "{text}");
+    }
+    // A text without channels, and a call in the model's own format.
+    assert_eq!(parts(HARMONY, forced(PromptEnd::Plain), [calls]), call("time", "{}"));
+    let own = "<|channel|>commentary to=functions.time<|message|>{}<|call|>";
+    assert_eq!(parts(HARMONY, forced(PromptEnd::Plain), [own]), call("time", "{}"));
+}
+
+#[test]
+fn content_with_a_constraint_keeps_its_whitespace_behind_reasoning() {
+    let text = "<think> Hm. </think> \n yes ";
+    let exact = || OutputContext { exact: true, ..context() };
+    for (context, kept) in [(exact(), " \n yes "), (context(), "yes ")] {
+        assert_eq!(parts(QWEN3, context.clone(), [text]), [reasoning("Hm."), content(kept)]);
+        let split = parts(QWEN3, context, pieces(text, 0..text.len()));
+        assert_eq!(split, [reasoning("Hm."), content(kept)]);
     }
 }
 

@@ -4,17 +4,19 @@
 //! Ids of calls are hashes of the request's name, its prompt and the call's place: repeating a request under its name
 //! repeats them, and the next turn of a conversation has others.
 
+use std::sync::Arc;
+
 use baton_openai::{CallDelta, GenerateRequest, Input, MessageParts, ToolCall, ToolChoice};
 use sha2::{Digest, Sha256};
 
-use crate::model::output::{CallFormat, ForcedCalls, OutputContext, OutputFormat, OutputParser, OutputPart};
-use crate::model::tokenizer::{DecodeMode, Tokenizer};
+use super::thinking;
+use crate::model::output::{
+    CallFormat, ForcedCalls, OutputContext, OutputFormat, OutputParser, OutputPart, ReasoningTrack,
+};
+use crate::model::tokenizer::Tokenizer;
 use crate::scheduler::sequence::{NewSequence, Purpose};
 use crate::server::choice::ChoiceUpdate;
 use crate::server::served_model::ServedModel;
-
-/// Tokens at the end of a prompt in which a reasoning tag is searched.
-const TAIL_TOKENS: usize = 32;
 
 /// Digits of an id. Mistral's templates accept exactly nine letters and digits.
 const ID_DIGITS: usize = 24;
@@ -28,6 +30,11 @@ pub(super) struct ParsedChoice {
     /// Whether the request names the function of its calls. They are no reason of the end then, as in OpenAI's API.
     named: bool,
     include_reasoning: bool,
+    /// Whether the model's format has reasoning.
+    has_reasoning: bool,
+    /// Counts the tokens of reasoning; `None` if this response has none.
+    track: Option<ReasoningTrack>,
+    tokenizer: Arc<Tokenizer>,
 }
 
 /// Ids of the calls of one choice.
@@ -45,11 +52,13 @@ impl ParsedChoice {
         index: u32,
     ) -> Option<Self> {
         let mut format = model.output.of_request(request);
-        if request.structured.is_some() {
-            // A constrained text has no reasoning, whatever the end of the prompt opens.
+        let Input::Chat(chat) = &request.input else { return None };
+        let prompt = thinking::end_of_prompt(model, chat, format, &sequence.prompt);
+        let track = thinking::track(model, request, &sequence.prompt);
+        if request.structured.is_some() && track.is_none() {
+            // The whole text is constrained.
             format.reasoning = None;
         }
-        let Input::Chat(chat) = &request.input else { return None };
         let forced = match &chat.tool_choice {
             ToolChoice::Auto | ToolChoice::None => None,
             ToolChoice::Required => Some(ForcedCalls::Any),
@@ -59,17 +68,16 @@ impl ParsedChoice {
         if is_off || matches!(sequence.purpose, Purpose::Produce { .. }) {
             return None;
         }
-        let tail = &sequence.prompt[sequence.prompt.len().saturating_sub(TAIL_TOKENS)..];
-        let tail = model.tokenizer.decode(tail, DecodeMode::All);
         let name = |tool: &serde_json::Value| tool["function"]["name"].as_str().map(str::to_owned);
         let context = OutputContext {
-            prompt: format.end_of_prompt(chat, &tail),
+            prompt,
             functions: chat.tools.iter().filter_map(name).collect(),
             tools: if format.calls == Some(CallFormat::Qwen3Coder) { chat.tools.clone() } else { Vec::new() },
             forced,
             calls_shown: if chat.parallel_tool_calls { usize::MAX } else { 1 },
             hides_markers: request.skip_special_tokens
                 && has_special(&model.tokenizer, OutputFormat { reasoning: None, ..format }),
+            exact: request.structured.is_some(),
         };
         Some(Self {
             parser: OutputParser::new(format, context),
@@ -77,6 +85,9 @@ impl ParsedChoice {
             calls: 0,
             named: matches!(chat.tool_choice, ToolChoice::Function(_)),
             include_reasoning: chat.include_reasoning,
+            has_reasoning: format.reasoning.is_some(),
+            track,
+            tokenizer: Arc::clone(&model.tokenizer),
         })
     }
 
@@ -85,8 +96,13 @@ impl ParsedChoice {
         self.include_reasoning && self.parser.may_reason()
     }
 
-    /// Replaces the text of an update by its parts.
-    pub(super) fn apply(&mut self, update: &mut ChoiceUpdate) {
+    /// Whether the model's format has reasoning, which this response may lack.
+    pub(super) fn has_reasoning(&self) -> bool {
+        self.has_reasoning
+    }
+
+    /// Replaces the text of an update by its parts. Returns how many of its tokens are reasoning.
+    pub(super) fn apply(&mut self, update: &mut ChoiceUpdate) -> usize {
         let mut parts = self.parser.push(&update.text);
         if update.finish.is_some() {
             parts.extend(self.parser.finish());
@@ -106,6 +122,15 @@ impl ParsedChoice {
             }
         }
         update.called = self.calls > 0 && !self.named;
+        self.reasoned(update.token)
+    }
+
+    /// Follows a token. Returns 1 if it is reasoning.
+    fn reasoned(&mut self, token: Option<u32>) -> usize {
+        let Some((track, token)) = self.track.as_mut().zip(token) else { return 0 };
+        let before = track.tokens();
+        track.push(self.tokenizer.bytes(token));
+        (track.tokens() - before) as usize
     }
 
     /// Adds to the arguments of the last call.

@@ -11,7 +11,7 @@ use tempfile::TempDir;
 use crate::harness::cluster::{LLAMA, Node, QWEN2, QWEN3, options, prompt, with};
 
 /// A copy of the Qwen 3 fixture with changes: file name and changed JSON fields; `None` deletes the file.
-pub(super) fn checkpoint(changes: &[(&str, Option<Value>)]) -> TempDir {
+pub(crate) fn checkpoint(changes: &[(&str, Option<Value>)]) -> TempDir {
     let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(QWEN3);
     let folder = tempfile::tempdir().expect("a folder");
     for file in std::fs::read_dir(from).expect("the fixture is there") {

@@ -1,5 +1,6 @@
 //! Structured output: constrained texts are the same on every path, and the texts of others beside them are, too.
 
+mod reasoning;
 mod schemas;
 mod suite;
 
@@ -191,6 +192,7 @@ fn chats_take_openais_response_format() {
         json!({"type": "json_schema", "json_schema": {"name": "x", "schema": schema(), "strict": true}});
     let body = json!({
         "messages": [{"role": "user", "content": "hi"}], "response_format": format, "max_tokens": 80,
+        "chat_template_kwargs": {"enable_thinking": false},
         "temperature": 1, "seed": 3, "logit_bias": {}, "ignore_eos": true, "min_tokens": 70,
     });
     let answer = node.generate(&fresh_id(), &body).ok();
