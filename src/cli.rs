@@ -325,6 +325,9 @@ pub(crate) struct EngineArgs {
     /// Maximum tokens per step, at least --max-num-seqs
     #[arg(long, value_name = "N", default_value_t = 512)]
     pub(crate) max_num_batched_tokens: usize,
+    /// Time target per step in milliseconds; 0 for none, only tokens then limit it [default: 100; on a GPU 30]
+    #[arg(long, value_name = "MS")]
+    pub(crate) step_target_ms: Option<u64>,
     /// Engine cores in this process, each with its own KV pool and side channel (`X-data-parallel-rank`)
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) data_parallel_size: usize,

@@ -20,6 +20,10 @@ use crate::{Failure, builtin, output, shutdown};
 /// Keepalive counts in seconds. A value of more than an hour is a mistake.
 const CLIENT_LOST: std::ops::RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(3600);
 
+/// Default time targets of a step. A reader follows a text that has ten tokens a second.
+const STEP_TARGET_CPU: Duration = Duration::from_millis(100);
+const STEP_TARGET_GPU: Duration = Duration::from_millis(30);
+
 /// Threads that serve HTTP. The engine computes on threads of its own.
 const HTTP_THREADS: usize = 2;
 
@@ -90,6 +94,8 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     options.max_model_len = args.max_model_len;
     options.max_num_seqs = args.max_num_seqs;
     options.max_num_batched_tokens = args.max_num_batched_tokens.max(args.max_num_seqs);
+    let step_target = args.step_target_ms.map(Duration::from_millis);
+    options.step_target = step_target.unwrap_or(if is_gpu { STEP_TARGET_GPU } else { STEP_TARGET_CPU });
     options.max_waiting = args.max_waiting;
     options.kv_lease_duration = seconds(args.kv_lease_duration, "--kv-lease-duration")?;
     options.kv_load_failure_policy = args.kv_load_failure_policy.into();

@@ -31,6 +31,8 @@ pub enum Benchmark {
     GpuNixl(parts::gpu::nixl::GpuNixl),
     /// Measure how long a client waits for a handoff, with early and with late reads
     Handoff(parts::handoff::HandoffOptions),
+    /// Measure the time between a stream's tokens beside a long prompt, with and without a time target of steps
+    Steps(parts::steps::StepsOptions),
     /// Measure KV block transfers against a bare writev/readv loop and memcpy
     Transfer(parts::transfer::TransferOptions),
     /// Measure one lease from open to close, with up to 100,000 other live leases
@@ -79,6 +81,7 @@ pub fn run(benchmark: Benchmark, out: &mut dyn Write) -> Result<(), BenchError> 
         Benchmark::GpuIpc(options) => parts::gpu::ipc::run(&options, out),
         Benchmark::GpuNixl(options) => parts::gpu::nixl::run(&options, out),
         Benchmark::Handoff(options) => parts::handoff::run(&options, out),
+        Benchmark::Steps(options) => parts::steps::run(&options, out),
         Benchmark::Transfer(options) => Ok(parts::transfer::run(&options, out)?),
         Benchmark::Lease(options) => Ok(parts::lease::run(&options, out)?),
         Benchmark::Fleet(options) => Ok(systems::fleet::run(&options, out)?),

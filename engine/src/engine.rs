@@ -36,6 +36,8 @@ use crate::server::{BlockFormat, BodyBudgets, Frontend, ServedModel, is_loopback
 
 /// Engine cores of one process.
 const DATA_PARALLEL_MAX: usize = 64;
+/// Limit of the time target of a step.
+const STEP_TARGET_MAX: Duration = Duration::from_secs(60);
 
 /// A running engine.
 pub struct Engine {
@@ -368,6 +370,9 @@ fn check(options: &EngineOptions) -> Result<Option<Secret>, StartError> {
     }
     if options.max_num_seqs == 0 || options.max_num_batched_tokens < options.max_num_seqs {
         return wrong("max_num_batched_tokens must be at least max_num_seqs, which must be at least 1");
+    }
+    if options.step_target > STEP_TARGET_MAX {
+        return wrong("--step-target-ms must be at most 60000 ms");
     }
     if options.gpu_memory_utilization.is_some_and(|share| !(share > 0.0 && share <= 1.0)) {
         return wrong("--gpu-memory-utilization must be above 0 and at most 1");

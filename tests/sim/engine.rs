@@ -268,6 +268,7 @@ impl Engine {
             max_num_batched_tokens: self.setup.max_batched,
             max_waiting: self.setup.max_waiting,
             max_model_len: TOKENS_MAX,
+            window: None,
         };
         let duration = match setup.mutation {
             crate::setup::Mutation::NoExpiry => Duration::from_secs(1 << 40),
@@ -297,9 +298,14 @@ impl Engine {
             incidents: RefCell::default(),
         };
         let tiers = TierConfig { host_blocks: self.setup.host_blocks, disk_blocks: self.setup.disk_blocks };
-        let scheduler = Scheduler::new(config, blocks).with_tiers(tiers, tiers::found(&self.disk));
         // Every second engine drafts. With so few kinds of tokens most steps have drafts, and most are rejected.
         let drafts = (setup.seed + self.index as u64).is_multiple_of(2);
+        // In a third of the runs steps have a target that about every second one misses.
+        let (low, high) = self.setup.step;
+        let target = if setup.seed.is_multiple_of(3) { (low + high) / 2 } else { 0 };
+        let scheduler = Scheduler::new(config, blocks)
+            .with_tiers(tiers, tiers::found(&self.disk))
+            .with_step_target(Duration::from_micros(target));
         let scheduler = match PromptLookup::new(4, 1, 3).filter(|_| drafts) {
             Some(lookup) => scheduler.with_prompt_lookup(lookup),
             None => scheduler,

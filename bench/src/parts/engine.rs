@@ -19,7 +19,7 @@
 //! Without a checkpoint, the weights of a Llama-shaped model with 214 million bf16 parameters are generated.
 
 mod limits;
-mod made_up;
+pub(super) mod made_up;
 mod process;
 mod subject;
 mod targets;

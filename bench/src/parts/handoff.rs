@@ -251,7 +251,7 @@ fn late(p: SocketAddr, d: SocketAddr, prompt: &[u32]) -> Result<Duration, Handof
     Ok(answer(d, &body(prompt, &lent["kv_transfer_params"]), &[])?.1)
 }
 
-fn prompt(tokens: usize, rng: &mut Rng) -> Vec<u32> {
+pub(super) fn prompt(tokens: usize, rng: &mut Rng) -> Vec<u32> {
     // Token ids of words, not of special tokens, in every vocabulary.
     (0..tokens).map(|_| 6 + rng.below(1_400) as u32).collect()
 }
@@ -264,7 +264,8 @@ fn prefill_body(prompt: &[u32]) -> String {
     body(prompt, &serde_json::from_str(KvIntent::PRODUCE_REQUEST).expect("it is JSON"))
 }
 
-fn ask(to: SocketAddr, body: &str, headers: &[&str]) -> io::Result<TcpStream> {
+/// Sends a request. Returns the connection with its response.
+pub(super) fn ask(to: SocketAddr, body: &str, headers: &[&str]) -> io::Result<TcpStream> {
     let mut stream = TcpStream::connect(to)?;
     stream.set_read_timeout(Some(ANSWER_WITHIN))?;
     stream.set_nodelay(true)?;

@@ -164,6 +164,7 @@ fn scheduler(max_num_batched_tokens: usize, max_model_len: usize) -> SchedulerCo
         max_num_batched_tokens,
         max_waiting: 2,
         max_model_len,
+        window: None,
     }
 }
 

@@ -11,6 +11,7 @@ use baton_connector_leases::event_log::RequestEvent;
 use super::ProducerAddress;
 use crate::engine_core::fetch_target::FetchTarget;
 use crate::offload::OffloadOrder;
+use crate::scheduler::StepTiming;
 use crate::scheduler::sequence::{FinishReason, SeqId};
 
 /// See the module's documentation. No method waits: results of longer work come as mail.
@@ -136,6 +137,8 @@ pub enum CoreEvent<'a> {
         /// Time since the request arrived.
         after: Duration,
     },
+    /// A step has ended.
+    Step(StepTiming),
     /// The device has failed. The engine cannot continue.
     DeviceFailed(&'a str),
 }

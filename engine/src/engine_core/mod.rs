@@ -27,6 +27,7 @@ mod prompt_scores;
 mod sampler;
 pub mod status;
 mod step_batch;
+mod step_time;
 mod verifying;
 
 use std::collections::{HashMap, HashSet};
@@ -154,7 +155,7 @@ impl<S: EngineEnv> EngineCore<S> {
     /// Chooses the next step and starts what it needs. The plan is empty when no sequence can run. The flag is true
     /// if another action may change this without new mail.
     pub fn schedule(&mut self) -> (Vec<StepPart>, bool) {
-        let plan = self.scheduler.schedule();
+        let plan = self.plan_step();
         let acted = self.carry_out_effects();
         let broke_up = self.break_deadlock(plan.is_empty() && !acted);
         self.emit_started(&plan);

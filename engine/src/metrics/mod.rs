@@ -16,11 +16,12 @@ use metrics::{Counter, Gauge, Histogram, Label, SharedString};
 
 use self::handles::HandleCache;
 use self::registry::Registry;
+use self::steps::StepMetrics;
 use crate::blocks::pool::BlockUsage;
 use crate::compute::cuda::shared_kv_pool::CopyCounters;
 use crate::kv_events::KvEventMetrics;
-use crate::scheduler::SchedulerLoad;
 use crate::scheduler::sequence::FinishReason;
+use crate::scheduler::{SchedulerLoad, StepTiming};
 
 /// Buckets of `vllm:time_to_first_token_seconds`.
 const TTFT_SECONDS: [f64; 22] = [
@@ -59,6 +60,7 @@ mod handles;
 #[cfg(test)]
 mod page;
 mod registry;
+mod steps;
 mod tiers;
 pub use self::drafts::DraftMetrics;
 pub use self::tiers::TierMetrics;
@@ -101,6 +103,7 @@ pub struct EngineMetrics {
     ttft: Histogram,
     itl: Histogram,
     e2e: Histogram,
+    steps: StepMetrics,
     transfer_seconds: Histogram,
     transfer_bytes: Histogram,
     transfers_failed: Counter,
@@ -178,6 +181,7 @@ impl EngineMetrics {
                 "Time from arrival to the end of a choice.",
                 &E2E_SECONDS,
             ),
+            steps: StepMetrics::new(&make),
             transfer_seconds: make.histogram(
                 "vllm:nixl_xfer_time_seconds",
                 "Time of one fetch, for all transports.",
@@ -194,8 +198,7 @@ impl EngineMetrics {
             early_leases: make
                 .counter("baton_kv_early_leases_total", "Leases opened while the prefill still computed."),
             leased_blocks: make.counter("baton_kv_leased_blocks_total", "Blocks of opened leases."),
-            // Zero from the start, like every series whose increase an alert uses: a series that begins with its
-            // first event shows no increase.
+            // Zero from the start: of a series that begins with its first event, an alert sees no increase.
             expired: make.counter("vllm:nixl_num_kv_expired_reqs", "Leases that ended by expiry."),
             stranded: make.gauge(
                 "baton_kv_stranded_block_seconds",
@@ -263,6 +266,16 @@ impl EngineMetrics {
         let label = reason.as_str();
         let make = || self.make().counter_with("vllm:request_success_total", help, "finished_reason", label);
         self.ended.with([label, ""], make, |counter| counter.increment(1));
+    }
+
+    /// The time target of steps; zero for none.
+    pub fn step_target(&self, target: Duration) {
+        self.steps.set_target(target);
+    }
+
+    /// A step has ended.
+    pub fn step(&self, timing: StepTiming) {
+        self.steps.record(timing);
     }
 
     /// Counts a fetch with valid blocks.

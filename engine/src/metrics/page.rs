@@ -30,6 +30,8 @@ fn everything() -> String {
     metrics.first_token(moment, 10, 4, 2);
     metrics.handed_off(10);
     metrics.next_token(moment);
+    metrics.step_target(moment);
+    metrics.step(StepTiming { took: moment, expected: Some(moment) });
     metrics.finished(FinishReason::Stop, moment);
     metrics.transfer(moment, 4096);
     metrics.transfer_failed();
@@ -119,7 +121,9 @@ fn every_metric_of_the_sources_has_type_help_and_common_labels() {
         assert!(family.labels.contains("model_name") && family.labels.contains("engine"), "{name}");
     }
     // Names in the sources, so that none is missing above.
-    let sources = ["src/metrics/mod.rs", "src/metrics/drafts.rs", "src/metrics/tiers.rs"].map(|file| {
+    let files =
+        ["src/metrics/mod.rs", "src/metrics/drafts.rs", "src/metrics/steps.rs", "src/metrics/tiers.rs"];
+    let sources = files.map(|file| {
         let text = std::fs::read_to_string(ours(file)).expect("a source is text");
         text.split("mod tests {").next().unwrap_or_default().to_owned()
     });

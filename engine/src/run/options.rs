@@ -73,6 +73,8 @@ pub struct EngineOptions {
     pub max_num_batched_tokens: usize,
     /// Drafts of the next tokens by prompt lookup, if any.
     pub speculation: Option<PromptLookup>,
+    /// Time target of a step; zero for none. Then only tokens limit it, and prompts do not share it.
+    pub step_target: Duration,
     /// Limit of the waiting sequences.
     pub max_waiting: usize,
     /// Lifetime of an unread lease (`kv_lease_duration`).
@@ -132,6 +134,7 @@ impl EngineOptions {
             max_num_seqs: 64,
             max_num_batched_tokens: 512,
             speculation: None,
+            step_target: Duration::ZERO,
             max_waiting: 1024,
             kv_lease_duration: LeaseTerms::default().duration,
             kv_load_failure_policy: LoadFailurePolicy::Recompute,

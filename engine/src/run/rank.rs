@@ -215,10 +215,11 @@ impl RankContext<'_> {
                 max_num_batched_tokens: options.max_num_batched_tokens,
                 max_waiting: options.max_waiting,
                 max_model_len: self.max_model_len,
+                window: self.window,
             },
             blocks,
         )
-        .with_window(self.window);
+        .with_step_target(options.step_target);
         let scheduler = match options.speculation {
             Some(lookup) => scheduler.with_prompt_lookup(lookup),
             None => scheduler,
@@ -296,6 +297,7 @@ impl RunningRank {
         let (geometry, regions) = (executor.geometry(), executor.regions().to_vec());
         let cache = LocalCache { geometry, regions, shared_pool: executor.shared_pool() };
         metrics.cache_config(options.block_tokens, executor.blocks());
+        metrics.step_target(options.step_target);
         let log = RankLog::new(&common.log, rank);
         let leases = common.open_leases(&mailbox, &metrics, &log);
         if let Some(pool) = &cache.shared_pool {

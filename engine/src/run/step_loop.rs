@@ -232,6 +232,7 @@ impl EngineEnv for LiveEnv {
             CoreEvent::EarlyRejection(reason) => self.metrics.early_rejection(reason),
             CoreEvent::LoadFailed(policy) => self.metrics.load_failed(policy),
             CoreEvent::Finished { reason, after, .. } => self.metrics.finished(reason, after),
+            CoreEvent::Step(timing) => self.metrics.step(timing),
             CoreEvent::DeviceFailed(why) => self.status.set_failed(why.to_owned()),
         }
     }

@@ -1,18 +1,20 @@
 //! Admission: which waiting sequences get blocks, and in what order.
 //!
-//! The queue is served in order. A prompt needs a part of the step's token budget; a fetch or a load needs none, and
+//! The queue is served in order. A prompt needs a part of the step's budget; a fetch or a load needs none, and
 //! passes prompts that wait for budget. Thus a long prefill delays neither a handoff's lease nor a tier's blocks. A
+//! fetch passes any number of prompts, and begins in the step after its submission if a place and blocks are free. A
 //! loaded sequence still has tokens to compute. Loads that pass one prompt have together at most one step's tokens,
 //! so the prompt is not starved.
 
 use super::drafting::Drafting;
 use super::offloading::{HANDOFF, OFFLOAD};
+use super::step_budget::StepBudget;
 use super::{Scheduler, StepPart};
 use crate::blocks::pool::Hold;
 use crate::scheduler::sequence::{Phase, Purpose, SeqId};
 
-/// Limit of the waiting prompts that fetches and loads pass in one step: a look at one may cost a look at its whole
-/// prefix.
+/// Limit of the waiting prompts that loads pass in one step, and for which fetches leave places and blocks: a look at
+/// one may cost a look at its whole prefix.
 const BYPASS_MAX: usize = 16;
 
 /// Admission leaves one of so many blocks of the pool to running sequences, as vLLM's watermark does.
@@ -37,6 +39,7 @@ pub(super) struct AdmittedSequences {
     pub(super) loading: usize,
     /// The drafts of those that decode. A waiting sequence keeps its own.
     pub(super) drafting: Drafting,
+    bypass: QueueBypass,
 }
 
 impl AdmittedSequences {
@@ -57,8 +60,8 @@ struct AdmissionLimits {
 
 /// The result of an attempt to admit a sequence.
 pub(super) enum Admission {
-    /// Runs; so many of its tokens are computed in this step.
-    Run(usize),
+    /// Runs; a part of its tokens is computed in this step.
+    Run,
     /// Waits for a transfer. After a load so many tokens are left to compute.
     Fetch(usize),
     /// Waits for the sequence that it follows.
@@ -77,37 +80,36 @@ impl Scheduler {
     ///
     /// A sequence that waits for budget keeps its turn: sequences that pass it leave a place and enough blocks for
     /// it.
-    pub(super) fn admit_waiting(&mut self, planned: &mut Vec<StepPart>, budget: &mut usize) -> bool {
+    pub(super) fn admit_waiting(&mut self, planned: &mut Vec<StepPart>, budget: &mut StepBudget) -> bool {
         let (mut at, mut passed, mut reserved) = (0, 0, 0);
         let mut head = None;
-        while at < self.waiting.len()
-            && passed < BYPASS_MAX
-            && self.admitted.count() + passed < self.config.max_num_seqs
-        {
+        while at < self.waiting.len() && self.admitted.count() + passed < self.config.max_num_seqs {
             let id = self.waiting[at];
+            if passed == BYPASS_MAX && !matches!(self.sequences[&id].purpose, Purpose::Consume(_)) {
+                at += 1;
+                continue;
+            }
             let bypass_tokens = match head {
                 None => usize::MAX,
-                Some(_) => self.config.max_num_batched_tokens.saturating_sub(self.bypass.tokens),
+                Some(_) => self.config.max_num_batched_tokens.saturating_sub(self.admitted.bypass.tokens),
             };
-            let limits = AdmissionLimits { budget: *budget, bypass_tokens, reserved_blocks: reserved };
+            let tokens = if self.may_begin(id, budget) { budget.most(0) } else { 0 };
+            let limits = AdmissionLimits { budget: tokens, bypass_tokens, reserved_blocks: reserved };
             match self.admit(id, &limits) {
-                Admission::Run(count) => {
+                Admission::Run => {
                     self.waiting.remove(at);
                     self.admitted.running.push(id);
-                    let count = self.chunk(id, planned, count);
-                    if count > 0 {
-                        planned.push(self.part(id, count));
-                        *budget -= count;
-                    }
+                    let behind = at < self.waiting.len();
+                    self.schedule_chunk(id, behind, planned, budget);
                 }
                 Admission::Fetch(left) => {
                     self.waiting.remove(at);
-                    self.bypass.tokens += head.map_or(0, |_| left);
+                    self.admitted.bypass.tokens += head.map_or(0, |_| left);
                 }
                 Admission::Gated => at += 1,
                 Admission::NoBudget(blocks) => {
-                    if head.is_none() && self.bypass.head != Some(id) {
-                        self.bypass = QueueBypass { head: Some(id), tokens: 0 };
+                    if head.is_none() && self.admitted.bypass.head != Some(id) {
+                        self.admitted.bypass = QueueBypass { head: Some(id), tokens: 0 };
                     }
                     head = head.or(Some(id));
                     passed += 1;
@@ -179,6 +181,6 @@ impl Scheduler {
         sequence.blocks.table.extend(taken);
         sequence.computed = cached;
         sequence.phase = Phase::Running;
-        Admission::Run((sequence.tokens.len() - cached).min(budget))
+        Admission::Run
     }
 }

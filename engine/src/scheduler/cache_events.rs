@@ -90,6 +90,7 @@ mod tests {
         max_num_batched_tokens: 16,
         max_waiting: 64,
         max_model_len: 256,
+        window: None,
     };
 
     fn submit(scheduler: &mut Scheduler, id: u64, prompt: &[u32], salt: Option<&str>) {

@@ -11,10 +11,11 @@
 //! ```
 //!
 //! Continuous batching with chunked prefill. Each step first serves running sequences that need one token. They may
-//! add drafts of their next tokens (`drafting.rs`), which the step verifies. The next chunks of running prompts follow.
-//! Then it admits sequences from the queue in order, while the token budget lasts. Fetches and loads need no budget:
-//! they also begin behind prompts that wait for it. When no block is free, the youngest running sequence is preempted:
-//! its blocks are released and it is recomputed later. Admission leaves a few blocks to running sequences.
+//! add drafts of their next tokens (`drafting.rs`), which the step verifies. The next chunks of running prompts follow
+//! (`prompts.rs`). Then it admits sequences from the queue in order, while the budget lasts: of tokens, and of time if
+//! there is a target (`step_budget.rs`). Fetches and loads need no budget: they also begin behind prompts that wait for
+//! it. When no block is free, the youngest running sequence is preempted: its blocks are released and it is recomputed
+//! later. Admission leaves a few blocks to running sequences.
 //!
 //! Invariants:
 //! - 1, 2, 3: as kept by [`BlockPool`].
@@ -30,7 +31,10 @@ mod fetching;
 mod leasing;
 mod offloading;
 mod pending_releases;
+mod prompts;
 pub mod sequence;
+mod step_budget;
+mod step_cost;
 mod windows;
 
 use std::collections::{HashMap, VecDeque};
@@ -40,11 +44,13 @@ use baton_connector::fetch::{FailureKind, LoadFailurePolicy, ReleaseReason};
 use baton_connector::multi::{self, Children, MultiConnectorRequest};
 use baton_connector::offload::TransferId;
 
-use self::admitting::{Admission, AdmittedSequences, QueueBypass};
+use self::admitting::{Admission, AdmittedSequences};
 pub use self::drafting::{DRAFTS_MAX, LOOKUP_MAX, PromptLookup};
 use self::offloading::{HANDOFF, OFFLOAD, TierOffload};
 use self::pending_releases::PendingReleases;
 pub use self::pending_releases::{OutsideStep, StepSequences};
+use self::step_budget::StepPacing;
+pub use self::step_budget::StepTiming;
 use crate::blocks::hash::BlockHash;
 use crate::blocks::pool::{BlockPool, BlockUsage, Hold};
 use crate::offload::{OffloadCounts, OffloadOrder};
@@ -68,6 +74,8 @@ pub struct SchedulerConfig {
     pub max_waiting: usize,
     /// Tokens of one sequence, prompt and output.
     pub max_model_len: usize,
+    /// Keys that a position sees, its own included, if every layer has a window.
+    pub window: Option<usize>,
 }
 
 /// One sequence's part of a step.
@@ -178,8 +186,8 @@ pub struct Scheduler {
     pool: BlockPool,
     sequences: HashMap<SeqId, Sequence>,
     waiting: VecDeque<SeqId>,
-    bypass: QueueBypass,
     admitted: AdmittedSequences,
+    pacing: StepPacing,
     /// Finished while a transfer was still writing into their landing blocks.
     stopping: HashMap<SeqId, Sequence>,
     pending_releases: PendingReleases,
@@ -187,8 +195,6 @@ pub struct Scheduler {
     effects: Vec<Effect>,
     preemptions: u64,
     ignored: u64,
-    /// Keys that a position sees, if every layer has a window.
-    window: Option<usize>,
 }
 
 impl Scheduler {
@@ -200,15 +206,14 @@ impl Scheduler {
             pool: BlockPool::new(blocks),
             sequences: HashMap::new(),
             waiting: VecDeque::new(),
-            bypass: QueueBypass::default(),
             admitted: AdmittedSequences::default(),
+            pacing: StepPacing::default(),
             stopping: HashMap::new(),
             pending_releases: PendingReleases::default(),
             offload: None,
             effects: Vec::new(),
             preemptions: 0,
             ignored: 0,
-            window: None,
         }
     }
 
@@ -241,12 +246,19 @@ impl Scheduler {
     /// Chooses the next step. Empty when nothing can run.
     pub fn schedule(&mut self) -> Vec<StepPart> {
         let mut planned = Vec::with_capacity(self.admitted.running.len() + 1);
-        let mut budget = self.config.max_num_batched_tokens;
-        let short =
-            self.schedule_running(&mut planned, &mut budget) || self.admit_waiting(&mut planned, &mut budget);
+        let mut tokens = self.config.max_num_batched_tokens;
+        let mut short = self.schedule_running(&mut planned, &mut tokens);
+        let decoding = planned.len();
+        let mut budget = self.prompt_budget(&planned, tokens);
+        let guaranteed = self.schedule_prompts(&mut planned, &mut budget);
+        short = short || self.admit_waiting(&mut planned, &mut budget);
+        if let Some(chunk) = guaranteed {
+            self.schedule_guaranteed(chunk, &mut planned, &mut budget);
+        }
         if !short {
             self.resume_stores();
         }
+        self.pacing.planned(&planned, decoding);
         planned
     }
 
@@ -407,8 +419,8 @@ impl Scheduler {
         self.pool.cached_after(after, limit)
     }
 
-    /// Plans running sequences. Returns whether there were too few blocks. A sequence that decodes, or whose blocks
-    /// have just landed, does not wait for a prompt: prompts take the rest of the step.
+    /// Plans running sequences that need one token. Returns whether there were too few blocks. A sequence that decodes,
+    /// or whose blocks have just landed, does not wait for a prompt: prompts take the rest of the step.
     fn schedule_running(&mut self, planned: &mut Vec<StepPart>, budget: &mut usize) -> bool {
         let mut preempted = false;
         let mut at = 0;
@@ -439,18 +451,6 @@ impl Scheduler {
         }
         if !preempted {
             self.plan_drafts(planned, budget);
-        }
-        for at in 0..self.admitted.running.len() {
-            let id = self.admitted.running[at];
-            if *budget == 0 {
-                break;
-            }
-            let count = self.chunk(id, planned, *budget);
-            if self.sequences[&id].uncomputed() > 1 && count > 0 {
-                // It has all of its blocks since its admission.
-                planned.push(self.part(id, count));
-                *budget -= count;
-            }
         }
         preempted
     }
@@ -513,5 +513,7 @@ impl Scheduler {
 
 #[cfg(test)]
 mod offload_tests;
+#[cfg(test)]
+mod prompts_tests;
 #[cfg(test)]
 mod tests;

@@ -14,6 +14,7 @@ const CONFIG: SchedulerConfig = SchedulerConfig {
     max_num_batched_tokens: 16,
     max_waiting: 64,
     max_model_len: 256,
+    window: None,
 };
 
 fn new(id: u64, prompt: &[u32], max_new: usize, purpose: Purpose) -> NewSequence {

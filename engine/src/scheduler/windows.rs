@@ -9,16 +9,9 @@ use crate::blocks::pool::Hold;
 use crate::scheduler::sequence::SeqId;
 
 impl Scheduler {
-    /// Releases blocks that no later position sees. `window`: keys that a position sees, its own included; `None`: all.
-    #[must_use]
-    pub fn with_window(mut self, window: Option<usize>) -> Self {
-        self.window = window;
-        self
-    }
-
     /// Releases the blocks before the window of a sequence's next position.
     pub(super) fn release_passed(&mut self, id: SeqId) {
-        let Some(window) = self.window else { return };
+        let Some(window) = self.config.window else { return };
         let Some(sequence) = self.sequences.get_mut(&id).filter(|sequence| !sequence.is_producer()) else {
             return;
         };
@@ -44,6 +37,7 @@ mod tests {
         max_num_batched_tokens: 16,
         max_waiting: 64,
         max_model_len: 256,
+        window: None,
     };
 
     fn submit(scheduler: &mut Scheduler, id: u64, len: u32, max_new: usize, purpose: Purpose) {
@@ -84,7 +78,7 @@ mod tests {
     #[test]
     fn a_sequence_holds_the_blocks_of_its_window_only() {
         const WINDOW: usize = 9;
-        let mut scheduler = Scheduler::new(CONFIG, 64).with_window(Some(WINDOW));
+        let mut scheduler = Scheduler::new(SchedulerConfig { window: Some(WINDOW), ..CONFIG }, 64);
         submit(&mut scheduler, 1, 40, 60, Purpose::Plain);
         let mut most = 0;
         while step(&mut scheduler, WINDOW) {
@@ -102,7 +96,7 @@ mod tests {
     #[test]
     fn a_preempted_sequence_is_computed_again_without_its_passed_blocks() {
         const WINDOW: usize = 4;
-        let mut scheduler = Scheduler::new(CONFIG, 10).with_window(Some(WINDOW));
+        let mut scheduler = Scheduler::new(SchedulerConfig { window: Some(WINDOW), ..CONFIG }, 10);
         for id in 1..=3 {
             submit(&mut scheduler, id, 7 + id as u32, 20, Purpose::Plain);
         }
@@ -117,7 +111,7 @@ mod tests {
 
     #[test]
     fn a_producer_keeps_its_whole_prompt() {
-        let mut scheduler = Scheduler::new(CONFIG, 64).with_window(Some(4));
+        let mut scheduler = Scheduler::new(SchedulerConfig { window: Some(4), ..CONFIG }, 64);
         submit(&mut scheduler, 1, 40, 1, Purpose::Produce { consumers: 1, early: false });
         while step(&mut scheduler, 4) {}
         assert_eq!(scheduler.usage().leased, 10);
@@ -125,7 +119,7 @@ mod tests {
 
     #[test]
     fn an_abort_frees_each_block_once() {
-        let mut scheduler = Scheduler::new(CONFIG, 64).with_window(Some(5));
+        let mut scheduler = Scheduler::new(SchedulerConfig { window: Some(5), ..CONFIG }, 64);
         submit(&mut scheduler, 1, 40, 60, Purpose::Plain);
         for _ in 0..20 {
             step(&mut scheduler, 5);

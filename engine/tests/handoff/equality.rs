@@ -1,5 +1,7 @@
 //! The joint answer of two engines equals that of one.
 
+use std::time::Duration;
+
 use baton_connector::layout::KvDtype;
 use baton_engine::compute::cpu::WeightMode;
 use baton_engine::run::options::{EngineOptions, Role};
@@ -197,6 +199,35 @@ fn engines_that_batch_and_compute_differently_agree_all_the_same() {
         same_bytes(&cluster.p, &cluster.d, &prompt);
     }
     cluster.is_clean();
+}
+
+/// Where the chunks of a prompt end depends on the times of steps then, and no token or log-probability does.
+#[test]
+fn a_time_target_of_steps_changes_no_token() {
+    let target = Duration::from_millis(2);
+    let timed = Node::start(EngineOptions {
+        step_target: target,
+        max_num_batched_tokens: 512,
+        ..options(LLAMA, Role::Both)
+    });
+    let plain = Node::start(options(LLAMA, Role::Both));
+    let bodies = [(1, 5), (2, 120), (3, 100), (4, 60), (5, 121), (6, 40), (7, 119), (8, 33)]
+        .map(|(seed, len)| greedy(&prompt(800 + seed, len), 16));
+    let node = &timed;
+    let replies: Vec<Value> = std::thread::scope(|scope| {
+        let all = bodies.each_ref().map(|body| scope.spawn(move || node.generate(&fresh_id(), body).ok()));
+        all.into_iter().map(|one| one.join().expect("a reply")).collect()
+    });
+    for (body, reply) in bodies.iter().zip(&replies) {
+        same_choices(reply, &plain.generate(&fresh_id(), body).ok());
+    }
+    assert_eq!(timed.metric("baton_engine_step_target_seconds"), target.as_secs_f64());
+    let steps = timed.metric("baton_engine_step_seconds_count");
+    let expected = timed.metric("baton_engine_step_expected_seconds_count");
+    assert!(0.0 < expected && expected < steps, "{expected} of {steps} steps had an expected duration");
+    assert_eq!(plain.metric("baton_engine_step_expected_seconds_count"), 0.0);
+    timed.is_clean();
+    plain.is_clean();
 }
 
 #[test]

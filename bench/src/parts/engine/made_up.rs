@@ -49,7 +49,7 @@ fn tensors(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
 ///
 /// # Errors
 /// [`EngineBenchError::Report`], also if the folder exists.
-pub(super) fn write(
+pub(in crate::parts) fn write(
     folder: &Path,
     text: &str,
     config: &ModelConfig,

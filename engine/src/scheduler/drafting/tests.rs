@@ -18,6 +18,7 @@ const CONFIG: SchedulerConfig = SchedulerConfig {
     max_num_batched_tokens: 16,
     max_waiting: 64,
     max_model_len: 256,
+    window: None,
 };
 
 fn lookup() -> PromptLookup {
