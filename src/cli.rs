@@ -254,6 +254,16 @@ pub(crate) enum PoolingArg {
 
 same_variants!(PoolingArg => Pooling: Last, Mean);
 
+/// An adapter: its name and its folder.
+fn adapter(text: &str) -> Result<(String, PathBuf), String> {
+    match text.split_once('=') {
+        Some((name, folder)) if !name.is_empty() && !folder.is_empty() => {
+            Ok((name.to_owned(), PathBuf::from(folder)))
+        }
+        Some(_) | None => Err("expected NAME=DIR".into()),
+    }
+}
+
 #[derive(Debug, Args)]
 pub(crate) struct EngineArgs {
     /// Hugging Face checkpoint directory or GGUF file [default: built-in demo model]
@@ -262,6 +272,9 @@ pub(crate) struct EngineArgs {
     /// Model name in requests [default: name of the checkpoint directory or file]
     #[arg(long, value_name = "NAME")]
     pub(crate) served_model_name: Option<String>,
+    /// LoRA adapter to serve as a model of this name; may be repeated
+    #[arg(long, value_name = "NAME=DIR", value_parser = adapter)]
+    pub(crate) lora: Vec<(String, PathBuf)>,
     /// Format of tool calls in chats
     #[arg(long, value_name = "NAME", value_enum, default_value = "auto")]
     pub(crate) tool_call_parser: ToolCallParserArg,

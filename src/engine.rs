@@ -11,7 +11,7 @@ use baton_engine::kv_events::KvEventsConfig;
 use baton_engine::model::ModelFiles;
 use baton_engine::model::output::OutputOptions;
 use baton_engine::offload::open::DiskOptions;
-use baton_engine::run::options::EngineOptions;
+use baton_engine::run::options::{EngineOptions, ServedNames};
 use baton_engine::run::speculation::parse_speculation;
 
 use crate::cli::{DtypeArg, EngineArgs, QuantizeArg};
@@ -66,7 +66,7 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     let model = args.model.as_deref().map_or_else(|| Ok(builtin::model()), checkpoint)?;
     let element_types = (kv_dtype(&args)?, weights(&args)?);
     let mut options = EngineOptions::new(model);
-    options.served_model_name = args.served_model_name;
+    options.served = ServedNames { model: args.served_model_name, adapters: args.lora };
     options.output =
         OutputOptions { calls: args.tool_call_parser.into(), reasoning: args.reasoning_parser.into() };
     options.role = args.role.into();

@@ -1,5 +1,7 @@
 //! One engine, assembled: the model, one engine core per data-parallel rank, and the HTTP server before them.
 
+mod adapters;
+
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -15,6 +17,7 @@ use baton_connector_tcp::{Secret, SecretTooShort};
 use baton_openai::ParseLimits;
 use tokio_util::sync::CancellationToken;
 
+use self::adapters::Adapters;
 use crate::compute::Executor;
 use crate::compute::cpu::{CpuExecutor, CpuOptions, WeightLoadProgress, WeightMode};
 use crate::compute::cuda::{Accelerator, DeviceChoice, DeviceOptions, Element, PoolSize};
@@ -26,6 +29,7 @@ use crate::metrics::EngineMetrics;
 use crate::model::chat_template::ChatTemplate;
 use crate::model::config::ModelConfig;
 use crate::model::identity::identity;
+use crate::model::lora::LoraAdapter;
 use crate::model::output::OutputFormat;
 use crate::model::tokenizer::Tokenizer;
 use crate::model::weights::Weights;
@@ -74,11 +78,12 @@ impl Engine {
         let config = ModelConfig::read(&options.model)?;
         let tokenizer = Arc::new(Tokenizer::load(&options.model)?);
         let template = ChatTemplate::load(&options.model, &tokenizer)?;
-        let model = options.served_model_name.clone().unwrap_or_else(|| options.model.default_name());
+        let model = options.served.model.clone().unwrap_or_else(|| options.model.default_name());
         let max_model_len = max_model_len(&options, &config)?;
         let config = config.for_positions(max_model_len);
         let eos = ends_of_text(&config, &tokenizer);
-        let executors = executors(&options, &config, progress)?;
+        let adapters = Adapters::open(&options, &model, &config)?;
+        let executors = executors(&options, &config, &adapters.loaded, progress)?;
 
         let weights = identity(&options.model)? + options.weights.identity() + config.identity();
         let fingerprint = executors[0].layout().fingerprint(&weights);
@@ -112,6 +117,7 @@ impl Engine {
             vocab,
             capacity: running[0].capacity,
             pooling,
+            adapters: adapters.served,
         };
         let frontend = Arc::new(Frontend {
             model,
@@ -273,12 +279,13 @@ fn event_sockets(options: &EngineOptions) -> Result<Vec<EventSockets>, StartErro
 fn executors(
     options: &EngineOptions,
     config: &ModelConfig,
+    adapters: &Arc<[LoraAdapter]>,
     progress: &mut dyn FnMut(WeightLoadProgress),
 ) -> Result<Vec<Box<dyn Executor>>, StartError> {
     if let DeviceChoice::Accelerator(accelerator) = options.device {
         return Ok(vec![on_device(accelerator, options, config, progress)?]);
     }
-    let first = load(options, config, progress)?;
+    let first = load(options, config, adapters, progress)?;
     let cpu = cpu_options(options, first.layout().block_bytes())?;
     let siblings = (1..options.data_parallel_size).map(|_| first.sibling(&cpu));
     let siblings = siblings.collect::<Result<Vec<_>, _>>()?;
@@ -411,12 +418,14 @@ fn check(options: &EngineOptions) -> Result<Option<Secret>, StartError> {
 fn load(
     options: &EngineOptions,
     config: &ModelConfig,
+    adapters: &Arc<[LoraAdapter]>,
     progress: &mut dyn FnMut(WeightLoadProgress),
 ) -> Result<CpuExecutor, StartError> {
     let layout = config.kv_layout(options.block_tokens, options.kv_dtype);
     Geometry::new(layout, options.kv_ranks)
         .map_err(|error| StartError::Options(format!("--kv-ranks {}: {error}", options.kv_ranks)))?;
-    let cpu = cpu_options(options, layout.block_bytes())?;
+    let mut cpu = cpu_options(options, layout.block_bytes())?;
+    cpu.adapters = Arc::clone(adapters);
     Ok(CpuExecutor::load(&options.model, config, &cpu, progress)?)
 }
 

@@ -1,9 +1,11 @@
 //! The router follows the caches of Baton's engines by their KV events: prompts that it has never sent go to the engine
-//! that has their blocks.
+//! that has their blocks. A LoRA adapter is a model of the router with the engines of its base, and blocks of its own.
+
+use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::harness::{Cluster, Engine, GenerateRequest, PATIENCE, PendingCall, digests, eventually};
+use crate::harness::{Cluster, Engine, GenerateRequest, PATIENCE, PendingCall, Reply, digests, eventually};
 
 /// A pool of 64 blocks whose changes are published at a free port.
 const PUBLISHING: &str =
@@ -122,4 +124,53 @@ fn a_block_counts_while_the_host_tier_has_it() {
     assert_eq!(sources["0"]["publisher"], "zmq", "{sources}");
     let (chosen, held) = chosen(&cluster, &ask);
     assert_eq!((chosen.as_str(), held), (engine.address.as_str(), 6), "its blocks are on the host");
+}
+
+/// A model with two adapters, in the fixtures of the engine.
+fn with_adapters() -> String {
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("engine/tests/fixtures");
+    let at = |name: &str| fixtures.join(name).display().to_string();
+    format!(
+        "--model {} --served-model-name baton-demo --lora sql={} --lora chat={}",
+        at("llama3-f32"),
+        at("lora/llama3-all"),
+        at("lora/llama3-other")
+    )
+}
+
+/// A prompt of four blocks and some tokens, of the fixture's vocabulary.
+fn ask_of(model: &str) -> GenerateRequest {
+    let prompt: Vec<u32> = (0..70).map(|at| 260 + at * 37 % 240).collect();
+    let ask = GenerateRequest::fresh(1).with("model", json!(model)).with("prompt", json!(prompt));
+    ask.tokens(8).with("return_token_ids", json!(true))
+}
+
+fn tokens(reply: &Reply) -> Value {
+    assert_eq!(reply.status, 200, "{}", reply.json());
+    reply.json()["choices"][0]["token_ids"].clone()
+}
+
+#[test]
+fn an_adapter_routes_as_a_model_of_its_own() {
+    let options = with_adapters();
+    let cluster = Cluster::new().prefill(&options).decode(&options).adapter("sql").adapter("chat").start();
+    let list = PendingCall::new(&cluster.url, "GET", "/v1/models", b"").reply().json();
+    let names: Vec<_> = list["data"].as_array().expect("a list").iter().map(|card| &card["id"]).collect();
+    assert_eq!(names, ["baton-demo", "sql", "chat"], "{list}");
+    let mut found = Vec::new();
+    for model in ["baton-demo", "sql", "chat"] {
+        let reply = cluster.ask(&ask_of(model));
+        assert_eq!(reply.json()["model"], model);
+        let handed_over = tokens(&reply);
+        let engine = &cluster.decode[0];
+        let alone = engine.send("POST", "/v1/completions", &ask_of(model).body).reply();
+        assert_eq!(handed_over, tokens(&alone), "{model}");
+        found.push(handed_over);
+    }
+    assert!(found[0] != found[1] && found[1] != found[2] && found[0] != found[2], "{found:?}");
+    let fetched = cluster.decode[0].metric("vllm:external_prefix_cache_hits_total", "");
+    assert!(fetched >= 3.0 * 64.0, "{fetched} tokens were fetched: no adapter has the blocks of another");
+    let unknown = cluster.ask(&ask_of("law"));
+    assert_eq!((unknown.status, &unknown.json()["error"]["code"]), (404, &json!("model_not_found")));
+    cluster.settled(PATIENCE);
 }

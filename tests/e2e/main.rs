@@ -5,7 +5,7 @@
 //! |---|---|
 //! | `../harness/` | shared code: a cluster, its snapshots, a client that can disconnect |
 //! | `disconnects` | a client disconnects in every phase of a request: all blocks are freed |
-//! | `caches` | the router follows the engines' caches by their KV events |
+//! | `caches` | the router follows the engines' caches by their KV events; a LoRA adapter is a model with blocks of its own |
 //! | `early` | blocks are fetched while they are computed; a client disconnects or an engine dies meanwhile |
 //! | `judge` | `baton bench disconnect` finds faults, and only faults |
 //! | `recall` | the text shows that the blocks arrived |

@@ -23,6 +23,8 @@ pub(crate) struct ClusterPlan {
     resume: bool,
     early: bool,
     links: bool,
+    /// Further models of the same engines.
+    adapters: Vec<&'static str>,
 }
 
 /// A running cluster.
@@ -61,6 +63,7 @@ impl Cluster {
             resume: false,
             early: true,
             links: false,
+            adapters: Vec::new(),
         }
     }
 
@@ -173,6 +176,12 @@ impl ClusterPlan {
         self
     }
 
+    /// The router has a further model of this name, with the same engines.
+    pub(crate) fn adapter(mut self, name: &'static str) -> Self {
+        self.adapters.push(name);
+        self
+    }
+
     /// Adds a fault proxy between the router and the first decode engine, and one in front of the first prefill
     /// engine's side channel, which then uses TCP.
     pub(crate) fn links(mut self) -> Self {
@@ -235,10 +244,13 @@ impl ClusterPlan {
         let mut config = self.router;
         config["listen"] = json!("127.0.0.1:0");
         config["admin"] = json!({"listen": "127.0.0.1:0"});
-        config["models"] = json!([{
-            "name": MODEL, "prefill": urls(&prefill, None), "decode": urls(&decode, router_decode.as_ref()),
-            "fallback": self.fallback, "resume": self.resume, "early_handoff": self.early,
-        }]);
+        let model = |name: &str| {
+            json!({
+                "name": name, "prefill": urls(&prefill, None), "decode": urls(&decode, router_decode.as_ref()),
+                "fallback": self.fallback, "resume": self.resume, "early_handoff": self.early,
+            })
+        };
+        config["models"] = std::iter::once(MODEL).chain(self.adapters.iter().copied()).map(model).collect();
         let file = folder.path().join("router.yaml");
         std::fs::write(&file, config.to_string()).expect("the test's folder can be written");
         let args = ["router", "--config", &file.display().to_string()].map(str::to_owned);

@@ -191,6 +191,7 @@ impl Sim {
             follows: None,
             admitted_with_first: false,
             cache_salt: None,
+            adapter: None,
             prompt_logprobs: None,
         }
     }

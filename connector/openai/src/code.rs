@@ -169,7 +169,7 @@ codes! {
     KvLayoutMismatch "kv_layout_mismatch" [400], InvalidRequest, EngineToRouter,
         "The producer's blocks have a different layout or model.";
     KvPromptMismatch "kv_prompt_mismatch" [400], InvalidRequest, EngineToRouter,
-        "The handoff belongs to another prompt.";
+        "The handoff belongs to another prompt or to another LoRA adapter.";
     KvGone "kv_gone" [503], Unavailable, EngineToRouter, "The lease has ended, and its blocks are no longer available.";
     KvRefused "kv_refused" [503], Unavailable, EngineToRouter, "The producer refuses reads by this engine.";
     KvHandshakeFailed "kv_handshake_failed" [503], Unavailable, EngineToRouter,

@@ -273,12 +273,19 @@ fn an_echoed_prompts_first_token_has_no_logprob() {
 
 #[test]
 fn models_and_tokenize_replies_are_openais_and_vllms() {
-    let card = ModelCard { id: "m".into(), created: 1, root: None, max_model_len: Some(128) };
+    let card = ModelCard { id: "m".into(), created: 1, root: None, parent: None, max_model_len: Some(128) };
     let list = json_of(&models(std::slice::from_ref(&card)));
     assert_eq!((&list["object"], &list["data"][0]), (&json!("list"), &json_of(&card.to_bytes())));
     assert_eq!(
         (&list["data"][0]["object"], &list["data"][0]["max_model_len"]),
         (&json!("model"), &json!(128))
+    );
+    assert!(list["data"][0]["parent"].is_null() && list["data"][0].get("parent").is_some());
+    let adapter = ModelCard { root: Some("sql-lora".into()), parent: Some("m".into()), ..card };
+    assert_eq!(
+        json_of(&adapter.to_bytes()),
+        json!({"id": "m", "object": "model", "created": 1, "owned_by": "baton", "root": "sql-lora", "parent": "m",
+            "max_model_len": 128})
     );
     let reply = TokenizeReply { count: 1, max_model_len: 9, tokens: vec![4], token_strs: None };
     assert_eq!(

@@ -198,6 +198,7 @@ fn submission_mail(
         follows: None,
         admitted_with_first: false,
         cache_salt: None,
+        adapter: None,
         prompt_logprobs: None,
     };
     let submission = Submission {

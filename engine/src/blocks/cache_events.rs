@@ -3,6 +3,9 @@
 //! The pool and the scheduler record them between two drains by the step loop. Their number is bounded by the pool
 //! and the tiers: a block leaves a cache only after it has entered it.
 
+use std::sync::Arc;
+
+use crate::blocks::adapter::BlockAdapter;
 use crate::blocks::hash::BlockHash;
 
 /// Limit of the tokens of one event: about 40 KiB on the wire. A longer run is several events.
@@ -33,6 +36,8 @@ pub struct StoredRun {
     pub tokens: Vec<u32>,
     /// The salt of the prompt, if its first block is among them.
     pub salt: Option<Box<str>>,
+    /// The adapter that computed them; `None` for the model alone.
+    pub adapter: Option<Arc<BlockAdapter>>,
 }
 
 /// One change.
@@ -90,6 +95,7 @@ impl CacheEventLog {
         parent: Option<BlockHash>,
         tokens: &[u32],
         salt: Option<&str>,
+        adapter: Option<&Arc<BlockAdapter>>,
     ) {
         let Some(block_tokens) = tokens.len().checked_div(hashes.len()).filter(|tokens| *tokens > 0) else {
             return;
@@ -98,7 +104,8 @@ impl CacheEventLog {
         let mut parent = parent;
         for (hashes, tokens) in hashes.chunks(run).zip(tokens.chunks(run * block_tokens)) {
             let salt = salt.filter(|_| parent.is_none()).map(Into::into);
-            let stored = StoredRun { hashes: hashes.to_vec(), parent, tokens: tokens.to_vec(), salt };
+            let (tokens, adapter) = (tokens.to_vec(), adapter.cloned());
+            let stored = StoredRun { hashes: hashes.to_vec(), parent, tokens, salt, adapter };
             self.events.push(CacheEvent::Stored(stored));
             parent = hashes.last().copied();
         }
@@ -152,7 +159,7 @@ mod tests {
         let hashes: Vec<_> = (0..blocks as u32).map(hash).collect();
         let tokens: Vec<_> = (0..(blocks * block_tokens) as u32).collect();
         let mut log = CacheEventLog::default();
-        log.stored(&hashes, None, &tokens, Some("salt"));
+        log.stored(&hashes, None, &tokens, Some("salt"), None);
         let events = log.take();
         assert_eq!(events.len(), 3);
         let (mut next, mut parent) = (0, None);
@@ -166,7 +173,7 @@ mod tests {
             (next, parent) = (end, run.hashes.last().copied());
         }
         assert_eq!(next, blocks);
-        log.stored(&[], None, &[], None);
+        log.stored(&[], None, &[], None, None);
         assert_eq!(log.take(), [], "no block");
     }
 
@@ -176,7 +183,7 @@ mod tests {
         log.removed(CacheMedium::Device, hash(1));
         log.removed(CacheMedium::Device, hash(2));
         log.removed(CacheMedium::Host, hash(1));
-        log.stored(&[hash(1)], None, &[7, 8], None);
+        log.stored(&[hash(1)], None, &[7, 8], None, None);
         log.copied(CacheMedium::Disk, hash(1));
         log.copied(CacheMedium::Disk, hash(2));
         log.removed(CacheMedium::Device, hash(1));
@@ -184,7 +191,8 @@ mod tests {
             medium,
             hashes: hashes.iter().map(|n| hash(*n)).collect(),
         };
-        let run = StoredRun { hashes: vec![hash(1)], parent: None, tokens: vec![7, 8], salt: None };
+        let (hashes, tokens) = (vec![hash(1)], vec![7, 8]);
+        let run = StoredRun { hashes, parent: None, tokens, salt: None, adapter: None };
         assert_eq!(
             log.take(),
             [

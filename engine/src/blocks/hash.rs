@@ -5,7 +5,9 @@
 //! the salted form differs: vLLM's golden vector does not contain its salt.
 //!
 //! The chain starts at `SHA-256(CBOR(seed))` with vLLM's default seed. `extra` contains a tenant's cache salt in the
-//! first block: tenants with different salts never share a block (invariant 8).
+//! first block: tenants with different salts never share a block (invariant 8). The chain of an adapter's blocks starts
+//! at `SHA-256(CBOR([seed, "lora", digest]))`, which no salt can produce. vLLM's extra keys contain the adapter's name,
+//! which does not distinguish two adapters with one name.
 
 use std::fmt;
 
@@ -24,6 +26,18 @@ impl BlockHash {
     pub fn root() -> Self {
         let mut cbor = Vec::with_capacity(16);
         put_text(&mut cbor, SEED);
+        Self(Sha256::digest(&cbor).into())
+    }
+
+    /// The parent of a first block whose KV depends on the adapter with this digest.
+    #[must_use]
+    pub fn root_of_adapter(digest: &[u8; 32]) -> Self {
+        let mut cbor = Vec::with_capacity(64);
+        put_head(&mut cbor, 4, 3);
+        put_text(&mut cbor, SEED);
+        put_text(&mut cbor, "lora");
+        put_head(&mut cbor, 2, 32);
+        cbor.extend_from_slice(digest);
         Self(Sha256::digest(&cbor).into())
     }
 
@@ -85,21 +99,43 @@ pub(crate) fn hex_bytes<const N: usize>(text: &str) -> Option<[u8; N]> {
     Some(bytes)
 }
 
-/// Extends `hashes` to cover every full block of `tokens`.
+/// Extends `hashes` to cover every full block of `tokens`, computed by the model alone.
 pub fn extend(hashes: &mut Vec<BlockHash>, tokens: &[u32], block_tokens: usize, salt: Option<&str>) {
+    extend_with(hashes, tokens, block_tokens, salt, None);
+}
+
+/// As [`extend`], with the adapter of this digest.
+pub fn extend_with(
+    hashes: &mut Vec<BlockHash>,
+    tokens: &[u32],
+    block_tokens: usize,
+    salt: Option<&str>,
+    adapter: Option<&[u8; 32]>,
+) {
     for block in tokens.chunks_exact(block_tokens).skip(hashes.len()) {
         let parent = hashes.last().copied();
         let salt = if parent.is_none() { salt } else { None };
-        hashes.push(BlockHash::of_block(parent.unwrap_or_else(BlockHash::root), block, salt));
+        let root = || adapter.map_or_else(BlockHash::root, BlockHash::root_of_adapter);
+        hashes.push(BlockHash::of_block(parent.unwrap_or_else(root), block, salt));
     }
 }
 
 /// A 64-bit name of a whole prompt. Producer and consumer compare it before a handoff is used.
 #[must_use]
 pub fn prompt_fingerprint(tokens: &[u32]) -> u64 {
+    prompt_fingerprint_with(tokens, None)
+}
+
+/// As [`prompt_fingerprint`], for blocks that depend on the adapter of this digest.
+#[must_use]
+pub fn prompt_fingerprint_with(tokens: &[u32], adapter: Option<&[u8; 32]>) -> u64 {
     let mut hash = Sha256::new();
     for token in tokens {
         hash.update(token.to_le_bytes());
+    }
+    if let Some(digest) = adapter {
+        hash.update(b"lora");
+        hash.update(digest);
     }
     let digest = hash.finalize();
     u64::from_le_bytes(digest[..8].try_into().expect("a SHA-256 digest has 32 bytes"))
@@ -175,5 +211,31 @@ mod tests {
         let mut plain = Vec::new();
         extend(&mut plain, &(1..=10).collect::<Vec<_>>(), 4, None);
         assert!(salted.iter().all(|hash| !plain.contains(hash)));
+    }
+
+    #[test]
+    fn an_adapter_shares_no_block_and_no_prompt() {
+        let tokens: Vec<u32> = (1..=10).collect();
+        let digest = [7_u8; 32];
+        let of = |salt, adapter| {
+            let mut hashes = Vec::new();
+            extend_with(&mut hashes, &tokens, 4, salt, adapter);
+            hashes
+        };
+        let text = digest.map(char::from).iter().collect::<String>();
+        let mut all = Vec::new();
+        for adapter in [None, Some(&digest), Some(&[8; 32])] {
+            for salt in [None, Some("salt"), Some("lora"), Some(text.as_str())] {
+                all.extend(of(salt, adapter));
+            }
+        }
+        assert_eq!(all.len(), 24);
+        all.sort_unstable();
+        all.dedup();
+        assert_eq!(all.len(), 24, "all are different");
+        let prompts =
+            [None, Some(&digest), Some(&[8; 32])].map(|adapter| prompt_fingerprint_with(&tokens, adapter));
+        assert_eq!(prompts[0], prompt_fingerprint(&tokens));
+        assert!(prompts[0] != prompts[1] && prompts[1] != prompts[2] && prompts[0] != prompts[2]);
     }
 }

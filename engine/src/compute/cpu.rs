@@ -45,6 +45,7 @@ use self::thread_pool::ThreadPool;
 use super::step_hazards::StepHazards;
 use super::{Executor, ExecutorError, Logits, SeqStep};
 use crate::model::config::ModelConfig;
+use crate::model::lora::LoraAdapter;
 use crate::model::weights::Weights;
 use crate::model::{ModelError, ModelFiles};
 
@@ -70,6 +71,8 @@ pub struct CpuOptions {
     pub bf16_unit: Bf16Unit,
     /// Allocates the KV pool: number of zeroed blocks, bytes per block.
     pub pool: fn(usize, usize) -> Region,
+    /// Adapters of the model, by their index in steps. They stay f32 with every [`Self::weights`].
+    pub adapters: Arc<[LoraAdapter]>,
 }
 
 impl Default for CpuOptions {
@@ -84,6 +87,7 @@ impl Default for CpuOptions {
             isa: Isa::detect(),
             bf16_unit: Bf16Unit::detect(),
             pool: Region::allocate,
+            adapters: Arc::default(),
         }
     }
 }
@@ -142,8 +146,9 @@ impl CpuExecutor {
         // The call also requests the permission to use tiles in this process.
         assert!(Bf16Unit::available().contains(&options.bf16_unit), "a unit that this machine has");
         let mut threads = start_threads(options)?;
-        let network =
+        let mut network =
             CpuNetwork::load(weights, config, options.weights, options.bf16_unit, &mut threads, progress)?;
+        network.adapters = Arc::clone(&options.adapters);
         Ok(Self::assemble(Arc::new(network), threads, options))
     }
 
@@ -226,9 +231,9 @@ impl Executor for CpuExecutor {
         true
     }
 
-    /// When a step has no tokens, a token outside the vocabulary, a block table that is too short, or a block that one
-    /// sequence writes and another uses. All are bugs of the scheduler, found before anything is computed.
-    /// sequence writes and another uses: bugs of the scheduler, found before anything is computed.
+    /// When a step has no tokens, a token outside the vocabulary, an unknown adapter, a block table that is too short, or
+    /// a block that one sequence writes and another uses. All are bugs of the scheduler, found before anything is
+    /// computed.
     fn run(
         &mut self,
         batch: &[SeqStep<'_>],
@@ -242,6 +247,7 @@ impl Executor for CpuExecutor {
             &self.network.config,
             self.threads.size(),
         );
+        assert!(plan.fits(&self.network.adapters), "an adapter of the executor");
         if let Err(mistake) = self.hazards.check(batch, self.geometry.shard().block_tokens) {
             panic!("{mistake}");
         }

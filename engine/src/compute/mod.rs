@@ -15,6 +15,7 @@ use baton_connector::region::Region;
 use baton_connector::slice::Geometry;
 use baton_connector::{BlockId, KvLayout};
 
+use crate::model::lora::AdapterIndex;
 use crate::sampling::{Draw, DrawSeries};
 
 /// One sequence's part of a step.
@@ -30,6 +31,8 @@ pub struct SeqStep<'a> {
     pub block_table: &'a [BlockId],
     /// The positions whose logits are wanted.
     pub logits: LogitsRequest,
+    /// The adapter of the sequence, in every step of it; `None` for the model alone. Only the CPU has adapters.
+    pub adapter: Option<AdapterIndex>,
 }
 
 /// The positions of a step's tokens that get logits.

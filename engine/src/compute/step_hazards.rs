@@ -65,7 +65,7 @@ mod tests {
     const BLOCK_TOKENS: usize = 4;
 
     fn step<'a>(tokens: &'a [u32], start: usize, block_table: &'a [BlockId]) -> SeqStep<'a> {
-        SeqStep { tokens, start, block_table, logits: LogitsRequest::No }
+        SeqStep { tokens, start, block_table, logits: LogitsRequest::No, adapter: None }
     }
 
     fn table(ids: &[u32]) -> Vec<BlockId> {

@@ -4,7 +4,7 @@ use baton_connector::ledger::LeaseSpec;
 use baton_connector::{BlockId, Handle, Handoff, RequestId};
 
 use super::{EngineCore, EngineEnv, LiveSequence, SeqEvent};
-use crate::blocks::hash::prompt_fingerprint;
+use crate::blocks::hash::prompt_fingerprint_with;
 use crate::log_span::request_span;
 use crate::scheduler::sequence::{FinishReason, SeqId};
 
@@ -28,9 +28,10 @@ impl<S: EngineEnv> EngineCore<S> {
     pub(super) fn prompt_of(&self, id: SeqId) -> Option<PromptInfo> {
         let sequence = self.scheduler.sequence(id)?;
         let prompt = &sequence.tokens()[..sequence.prompt_len()];
+        let adapter = sequence.adapter().map(|adapter| &adapter.digest);
         sequence.is_producer().then(|| PromptInfo {
             tokens: prompt.len(),
-            fingerprint: prompt_fingerprint(prompt),
+            fingerprint: prompt_fingerprint_with(prompt, adapter),
             cached: sequence.reused().0,
             consumers: sequence.consumers(),
         })

@@ -22,5 +22,6 @@ pub(super) fn step_of<'a>(
         true => row.and_then(|row| row.draw()).map_or(LogitsRequest::Last, LogitsRequest::Draw),
         false => LogitsRequest::No,
     };
-    SeqStep { tokens, start: part.start, block_table: sequence.blocks(), logits }
+    let adapter = sequence.adapter().map(|adapter| adapter.index);
+    SeqStep { tokens, start: part.start, block_table: sequence.blocks(), logits, adapter }
 }

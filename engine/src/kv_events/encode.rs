@@ -7,6 +7,7 @@
 //! A block's name is the last eight bytes of its hash as a number, as in vLLM: other routers accept only numbers. All
 //! layers have full attention, so all blocks belong to group 0. Events of tiers contain no tokens, as those of vLLM.
 
+use crate::blocks::adapter::BlockAdapter;
 use crate::blocks::cache_events::{CacheEvent, CacheMedium, StoredRun};
 use crate::blocks::hash::BlockHash;
 
@@ -41,7 +42,10 @@ pub(super) fn wire_bytes(event: &CacheEvent) -> usize {
     match event {
         CacheEvent::Stored(run) => {
             let salt = run.salt.as_ref().map_or(0, |salt| salt.len() + 8);
-            FIELDS + 10 * run.hashes.len() + 5 * run.tokens.len() + salt
+            // Once in a field, and once for each block.
+            let adapter = run.adapter.as_ref().map_or(0, |adapter| adapter.name.len() + 3);
+            let adapters = adapter * (run.hashes.len() + 1) + 9;
+            FIELDS + 10 * run.hashes.len() + 5 * run.tokens.len() + salt + adapters
         }
         CacheEvent::Copied { hashes, .. } | CacheEvent::Removed { hashes, .. } => FIELDS + 9 * hashes.len(),
         CacheEvent::Cleared => FIELDS,
@@ -78,16 +82,19 @@ impl Packer {
         self.text("token_ids");
         self.array(run.tokens.len());
         run.tokens.iter().for_each(|token| self.integer(u64::from(*token)));
-        self.block_fields(block_tokens, CacheMedium::Device);
+        let adapter = run.adapter.as_deref();
+        self.block_fields(block_tokens, CacheMedium::Device, adapter);
         self.text("extra_keys");
         self.array(run.hashes.len());
         for at in 0..run.hashes.len() {
-            match &run.salt {
-                Some(salt) if at == 0 => {
-                    self.array(1);
-                    self.text(salt);
+            let salt = run.salt.as_deref().filter(|_| at == 0);
+            let keys = [adapter.map(|adapter| &*adapter.name), salt];
+            match keys.iter().flatten().count() {
+                0 => self.nil(),
+                count => {
+                    self.array(count);
+                    keys.into_iter().flatten().for_each(|key| self.text(key));
                 }
-                Some(_) | None => self.nil(),
             }
         }
         self.group();
@@ -103,7 +110,7 @@ impl Packer {
         self.nil();
         self.text("token_ids");
         self.array(0);
-        self.block_fields(block_tokens, medium);
+        self.block_fields(block_tokens, medium, None);
         self.group();
         self.attention();
     }
@@ -128,16 +135,22 @@ impl Packer {
         hashes.iter().for_each(|hash| self.integer(name_of(hash)));
     }
 
-    /// Size, adapter and medium. The engine has no adapters.
-    fn block_fields(&mut self, block_tokens: usize, medium: CacheMedium) {
+    /// Size, adapter and medium.
+    fn block_fields(&mut self, block_tokens: usize, medium: CacheMedium, adapter: Option<&BlockAdapter>) {
         self.text("block_size");
         self.integer(block_tokens as u64);
         self.text("lora_id");
-        self.nil();
+        match adapter {
+            Some(adapter) => self.integer(adapter.number()),
+            None => self.nil(),
+        }
         self.text("medium");
         self.text(medium_name(medium));
         self.text("lora_name");
-        self.nil();
+        match adapter {
+            Some(adapter) => self.text(&adapter.name),
+            None => self.nil(),
+        }
     }
 
     fn group(&mut self) {
@@ -219,9 +232,12 @@ impl Packer {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use sha2::{Digest, Sha256};
 
     use super::*;
+    use crate::model::lora::AdapterIndex;
 
     fn named(name: u64) -> BlockHash {
         let mut hash = [0xee; 32];
@@ -234,7 +250,8 @@ mod tests {
     }
 
     fn stored(hashes: Vec<BlockHash>, parent: Option<BlockHash>, tokens: Vec<u32>, salt: bool) -> CacheEvent {
-        CacheEvent::Stored(StoredRun { hashes, parent, tokens, salt: salt.then(|| "salt".into()) })
+        let salt = salt.then(|| "salt".into());
+        CacheEvent::Stored(StoredRun { hashes, parent, tokens, salt, adapter: None })
     }
 
     /// What vLLM 0.32's `msgspec` classes write for the same events (`tests/fixtures/kv_events/make.py`).
@@ -265,12 +282,34 @@ mod tests {
     }
 
     #[test]
+    fn blocks_of_an_adapter_have_its_number_and_its_name_as_in_vllm() {
+        let adapter = BlockAdapter { index: AdapterIndex(1), name: "sql".into(), digest: [5; 32] };
+        let run = StoredRun {
+            hashes: vec![named(1), named(2)],
+            parent: None,
+            tokens: vec![1, 2, 3, 4],
+            salt: Some("tenant".into()),
+            adapter: Some(Arc::new(adapter)),
+        };
+        let payload = encode(0.5, &[CacheEvent::Stored(run)], 0, 2);
+        let batch: serde_json::Value = rmp_serde::from_slice(&payload).expect("MessagePack");
+        let event = &batch[1][0];
+        assert_eq!((&event["lora_id"], &event["lora_name"]), (&2.into(), &"sql".into()), "{event}");
+        assert_eq!(event["extra_keys"], serde_json::json!([["sql", "tenant"], ["sql"]]));
+    }
+
+    #[test]
     fn no_event_is_larger_than_its_estimate() {
         let salted = StoredRun {
             hashes: vec![named(u64::MAX); 70_000],
             parent: Some(named(u64::MAX)),
             tokens: vec![u32::MAX; 70_000],
             salt: Some("s".repeat(1_024).into()),
+            adapter: Some(Arc::new(BlockAdapter {
+                index: AdapterIndex(63),
+                name: "n".repeat(256).into(),
+                digest: [0; 32],
+            })),
         };
         let hashes = || vec![named(u64::MAX); 70_000];
         for event in [

@@ -9,6 +9,7 @@ pub mod files;
 pub mod generation;
 pub mod gguf;
 pub mod identity;
+pub mod lora;
 pub mod output;
 mod quantized;
 pub mod spec;

@@ -28,8 +28,8 @@ pub struct EngineOptions {
     pub model: ModelFiles,
     /// The device that computes.
     pub device: DeviceChoice,
-    /// The name that requests use; the checkpoint's own by default.
-    pub served_model_name: Option<String>,
+    /// The names that requests use.
+    pub served: ServedNames,
     /// The formats of calls and reasoning in chats; by the chat template by default.
     pub output: OutputOptions,
     /// Which legs it serves.
@@ -113,7 +113,7 @@ impl EngineOptions {
         Self {
             model,
             device: DeviceChoice::Cpu,
-            served_model_name: None,
+            served: ServedNames::default(),
             output: OutputOptions::default(),
             role: Role::Both,
             listen: loopback,
@@ -151,6 +151,15 @@ impl EngineOptions {
             shutdown_timeout: Duration::from_secs(30),
         }
     }
+}
+
+/// The names that requests use.
+#[derive(Clone, Debug, Default)]
+pub struct ServedNames {
+    /// That of the model; the checkpoint's own by default.
+    pub model: Option<String>,
+    /// Those of adapters, in PEFT's format, with their folders. Only on the CPU.
+    pub adapters: Vec<(String, PathBuf)>,
 }
 
 /// Why an engine cannot start.

@@ -103,6 +103,7 @@ mod tests {
             follows: None,
             admitted_with_first: false,
             cache_salt: salt.map(Into::into),
+            adapter: None,
             prompt_logprobs: None,
         };
         scheduler.submit(new).expect("accepted");
@@ -152,6 +153,7 @@ mod tests {
             parent: None,
             tokens: prompt[..8].to_vec(),
             salt: Some("s".into()),
+            adapter: None,
         };
         assert_eq!(compute(&mut scheduler, 1, &prompt, Some("s")), [CacheEvent::Stored(run)]);
         assert_eq!(compute(&mut scheduler, 2, &prompt, Some("s")), [], "all of it is cached");
@@ -162,6 +164,7 @@ mod tests {
             parent: Some(of_prompt[1]),
             tokens: vec![9, 10, 11, 12],
             salt: None,
+            adapter: None,
         };
         assert_eq!(compute(&mut scheduler, 3, &longer, Some("s")), [CacheEvent::Stored(run)]);
         // Another prompt needs every block.

@@ -23,17 +23,8 @@ const CONFIG: SchedulerConfig = SchedulerConfig {
 };
 
 fn new(id: u64, prompt: &[u32], max_new: usize, purpose: Purpose) -> NewSequence {
-    NewSequence {
-        id: SeqId(id),
-        request: baton_connector::RequestId::new(&format!("r{id}")).expect("a test id"),
-        prompt: prompt.to_vec(),
-        stop: StopRule { max_new, stop_ids: vec![], min_new: 0 },
-        purpose,
-        follows: None,
-        admitted_with_first: false,
-        cache_salt: None,
-        prompt_logprobs: None,
-    }
+    let stop = StopRule { max_new, stop_ids: vec![], min_new: 0 };
+    NewSequence { stop, ..super::tests::new(id, prompt, max_new, purpose) }
 }
 
 /// A scheduler, the contents of its device and tiers, and its pending orders.

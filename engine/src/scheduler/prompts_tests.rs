@@ -32,6 +32,7 @@ fn new(id: u64, len: usize, max_new: usize) -> NewSequence {
         admitted_with_first: false,
         cache_salt: None,
         prompt_logprobs: None,
+        adapter: None,
     }
 }
 

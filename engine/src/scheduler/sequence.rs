@@ -1,12 +1,14 @@
 //! One sequence: the tokens of one choice of a request, its blocks, and its progress.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use baton_connector::fetch::{Fetch, LoadFailurePolicy};
 use baton_connector::multi::{Children, MultiConnectorRequest};
 use baton_connector::{BlockId, RequestId};
 pub use baton_openai::FinishReason;
 
+use crate::blocks::adapter::BlockAdapter;
 use crate::blocks::hash::{self, BlockHash};
 use crate::blocks::pool::BlockPool;
 
@@ -84,6 +86,8 @@ pub struct NewSequence {
     pub admitted_with_first: bool,
     /// Separates this tenant's prefix cache from all others.
     pub cache_salt: Option<Box<str>>,
+    /// The adapter that computes it; `None` for the model alone.
+    pub adapter: Option<Arc<BlockAdapter>>,
     /// Number of alternatives with the log-probabilities of the prompt's tokens; `None` for none.
     pub prompt_logprobs: Option<u32>,
 }
@@ -126,11 +130,12 @@ pub(crate) struct SequenceBlocks {
     /// Of `table`, how many leading ones are no longer held, because no position sees them.
     passed: usize,
     salt: Option<Box<str>>,
+    adapter: Option<Arc<BlockAdapter>>,
 }
 
 impl SequenceBlocks {
-    fn new(salt: Option<Box<str>>) -> Self {
-        Self { table: Vec::new(), shared: 0, hashes: Vec::new(), registered: 0, passed: 0, salt }
+    fn new(salt: Option<Box<str>>, adapter: Option<Arc<BlockAdapter>>) -> Self {
+        Self { table: Vec::new(), shared: 0, hashes: Vec::new(), registered: 0, passed: 0, salt, adapter }
     }
 
     /// The blocks that the sequence holds.
@@ -187,7 +192,7 @@ impl SequenceBlocks {
         let Some(events) = pool.events_mut() else { return };
         if salt.is_none_or(|salt| salt.len() <= REPORTED_SALT_MAX) {
             let tokens = &tokens[blocks.start * block_tokens..blocks.end * block_tokens];
-            events.stored(&self.hashes[blocks.clone()], parent, tokens, salt);
+            events.stored(&self.hashes[blocks.clone()], parent, tokens, salt, self.adapter.as_ref());
             if follows_known {
                 pool.mark_announced(&self.table[blocks]);
             }
@@ -298,7 +303,7 @@ impl Sequence {
                     .for_purpose(&new.purpose, prompt_len),
                 ..PromptReuse::default()
             },
-            blocks: SequenceBlocks::new(new.cache_salt),
+            blocks: SequenceBlocks::new(new.cache_salt, new.adapter),
             phase: Phase::Waiting,
             connectors: connectors_of(&new.purpose),
             purpose: new.purpose,
@@ -394,10 +399,17 @@ impl Sequence {
         self.blocks.held().len()
     }
 
+    /// The adapter that computes it; `None` for the model alone.
+    #[must_use]
+    pub fn adapter(&self) -> Option<&BlockAdapter> {
+        self.blocks.adapter.as_deref()
+    }
+
     /// Hashes of all full blocks of its tokens so far.
     pub(crate) fn extend_hashes(&mut self, block_tokens: usize) {
-        let SequenceBlocks { hashes, salt, .. } = &mut self.blocks;
-        hash::extend(hashes, &self.tokens, block_tokens, salt.as_deref());
+        let SequenceBlocks { hashes, salt, adapter, .. } = &mut self.blocks;
+        let adapter = adapter.as_ref().map(|adapter| &adapter.digest);
+        hash::extend_with(hashes, &self.tokens, block_tokens, salt.as_deref(), adapter);
     }
 
     /// Enters the full blocks among the computed ones into the prefix cache.

@@ -17,7 +17,7 @@ const CONFIG: SchedulerConfig = SchedulerConfig {
     window: None,
 };
 
-fn new(id: u64, prompt: &[u32], max_new: usize, purpose: Purpose) -> NewSequence {
+pub(super) fn new(id: u64, prompt: &[u32], max_new: usize, purpose: Purpose) -> NewSequence {
     NewSequence {
         id: SeqId(id),
         request: RequestId::new(&format!("r{id}")).expect("a test id"),
@@ -27,6 +27,7 @@ fn new(id: u64, prompt: &[u32], max_new: usize, purpose: Purpose) -> NewSequence
         follows: None,
         admitted_with_first: false,
         cache_salt: None,
+        adapter: None,
         prompt_logprobs: None,
     }
 }

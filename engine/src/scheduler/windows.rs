@@ -51,6 +51,7 @@ mod tests {
             admitted_with_first: false,
             cache_salt: None,
             prompt_logprobs: None,
+            adapter: None,
         };
         scheduler.submit(new).expect("accepted");
     }

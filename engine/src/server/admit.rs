@@ -1,5 +1,6 @@
 //! Converts a checked request to sequences: model, prompts as tokens, context, handoff.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -14,7 +15,8 @@ use super::Frontend;
 use super::access::random_u64;
 use super::guard::HandoffGuard;
 use super::transfer_params::{PARAMS, TransferIntent};
-use crate::blocks::hash::prompt_fingerprint;
+use crate::blocks::adapter::BlockAdapter;
+use crate::blocks::hash::prompt_fingerprint_with;
 use crate::engine_core::{SeqEvent, Submission};
 use crate::run::options::Role;
 use crate::run::rank::RequestGuard;
@@ -43,10 +45,10 @@ pub(super) fn admit(
     arrived: Instant,
 ) -> Result<AdmittedRequest, ApiError> {
     let model = &frontend.model;
-    model.check_name(request.model.as_deref())?;
+    let adapter = model.adapter(request.model.as_deref())?;
     check_sequences(request, request_guard.mailbox.submissions_max())?;
     let prompts = model.prompts(request)?;
-    check_intent(frontend, request, &prompts, intent)?;
+    check_intent(frontend, request, &prompts, adapter, intent)?;
     check_prompt_logprobs(request, &prompts)?;
     let exclusions = TokenExclusions::resolve(request, &model.eos, &model.tokenizer, model.vocab)?;
     let mut most = 0;
@@ -84,6 +86,7 @@ pub(super) fn admit(
                 follows: leader,
                 admitted_with_first: index > 0,
                 cache_salt: request.cache_salt.as_deref().map(Into::into),
+                adapter: adapter.cloned(),
                 // The other choices have the same prompt.
                 prompt_logprobs: request.prompt_logprobs().filter(|_| choice == 0),
             };
@@ -147,6 +150,7 @@ fn check_intent(
     frontend: &Frontend,
     request: &GenerateRequest,
     prompts: &[Vec<u32>],
+    adapter: Option<&Arc<BlockAdapter>>,
     intent: &TransferIntent,
 ) -> Result<(), ApiError> {
     let refuse = |code: Code, message: String| Err(ApiError::invalid(PARAMS, message).with_code(code));
@@ -175,13 +179,15 @@ fn check_intent(
         TransferIntent::Consume(handoff) => {
             let prompt = &prompts[0];
             frontend.blocks.check(handoff)?;
-            if handoff.tokens != prompt.len() || handoff.prompt != prompt_fingerprint(prompt) {
-                let (theirs, ours) = (handoff.tokens, prompt.len());
-                let message =
-                    format!("the handoff is of another prompt ({theirs} tokens there, {ours} here)");
-                return refuse(Code::KvPromptMismatch, message);
+            let fingerprint = prompt_fingerprint_with(prompt, adapter.map(|adapter| &adapter.digest));
+            if handoff.tokens == prompt.len() && handoff.prompt == fingerprint {
+                return Ok(());
             }
-            Ok(())
+            let (theirs, ours) = (handoff.tokens, prompt.len());
+            // A fingerprint does not show which of both differs.
+            let of = if frontend.model.adapters.is_empty() { "prompt" } else { "prompt or another adapter" };
+            let message = format!("the handoff is of another {of} ({theirs} tokens there, {ours} here)");
+            refuse(Code::KvPromptMismatch, message)
         }
     }
 }

@@ -162,16 +162,15 @@ pub(super) fn metrics(frontend: &Frontend) -> Reply {
 
 /// `GET /v1/models`.
 pub(super) fn models(frontend: &Frontend) -> Reply {
-    reply::json(StatusCode::OK, model_list(&[frontend.model.card()]))
+    reply::json(StatusCode::OK, model_list(&frontend.model.cards()))
 }
 
 /// `GET /v1/models/{id}`.
 pub(super) fn model(frontend: &Frontend, path: &str) -> Result<Reply, ApiError> {
     let name = model_at(path).ok_or_else(|| ApiError::not_found(path))??;
-    if name == frontend.model.name {
-        Ok(reply::json(StatusCode::OK, frontend.model.card().to_bytes()))
-    } else {
-        Err(ApiError::model_not_found(&name))
+    match frontend.model.cards().into_iter().find(|card| card.id == name) {
+        Some(card) => Ok(reply::json(StatusCode::OK, card.to_bytes())),
+        None => Err(ApiError::model_not_found(&name)),
     }
 }
 
@@ -189,7 +188,7 @@ pub(super) async fn answer(
 /// `POST /tokenize`.
 pub(super) fn tokenize(frontend: &Frontend, body: &[u8]) -> Result<Reply, ApiError> {
     let request = TokenizeRequest::from_map(&parse_object(body, &frontend.limits)?, &frontend.limits)?;
-    frontend.model.check_name(request.model.as_deref())?;
+    frontend.model.adapter(request.model.as_deref())?;
     let mut prompts = frontend.model.encode(&request.input, request.add_special_tokens, None)?;
     let tokens = prompts.pop().ok_or_else(|| ApiError::invalid("prompt", "there is no prompt"))?;
     let spelled = |id: &u32| frontend.model.tokenizer.spelling(*id).unwrap_or_default();
@@ -202,7 +201,7 @@ pub(super) fn tokenize(frontend: &Frontend, body: &[u8]) -> Result<Reply, ApiErr
 /// `POST /detokenize`.
 pub(super) fn detokenize(frontend: &Frontend, body: &[u8]) -> Result<Reply, ApiError> {
     let request = DetokenizeRequest::from_map(&parse_object(body, &frontend.limits)?, &frontend.limits)?;
-    frontend.model.check_name(request.model.as_deref())?;
+    frontend.model.adapter(request.model.as_deref())?;
     let reply = DetokenizeReply { prompt: frontend.model.tokenizer.decode(&request.tokens, DecodeMode::All) };
     Ok(reply::json(StatusCode::OK, reply.to_bytes()))
 }

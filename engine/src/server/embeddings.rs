@@ -77,7 +77,7 @@ async fn embed(
     let tokens = prompts.iter().map(Vec::len).sum();
     let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let reply_id = format!("embd-{id}.{:016x}", random_u64()?);
-    let model = frontend.model.name.clone();
+    let model = frontend.model.reply_name(request.prompts.model.as_deref());
     let reply = EmbeddingReply::new(reply_id, created, model, vectors, request.format, tokens);
     Ok(reply::json(StatusCode::OK, reply.to_bytes()))
 }

@@ -244,7 +244,7 @@ impl GenerateTask {
             endpoint: request.endpoint,
             id: format!("{}{id}{mark}", request.endpoint.id_prefix()),
             created,
-            model: frontend.model.name.clone(),
+            model: frontend.model.reply_name(request.model.as_deref()),
             system_fingerprint: None,
         };
         let usage = TokenUsage {

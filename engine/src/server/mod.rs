@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `POST /v1/completions`, `/v1/chat/completions` | generate, streamed or not |
 //! | `POST /v1/embeddings` | pooled hidden states of prompts |
-//! | `GET /v1/models`, `/v1/models/{id}` | the served model |
+//! | `GET /v1/models`, `/v1/models/{id}` | the served model and its adapters |
 //! | `POST /tokenize`, `/detokenize` | the model's tokenizer |
 //! | `GET /health`, `/version`, `/metrics` | for operators |
 //! | `GET /kv_event_sources` | where each rank publishes KV events |
@@ -58,7 +58,7 @@ use crate::run::rank::DpRank;
 pub use block_format::BlockFormat;
 pub(crate) use body_budget::BodyBudgets;
 use client_liveness::MonitoredStream;
-pub use served_model::ServedModel;
+pub use served_model::{ServedAdapter, ServedModel};
 use task_spawner::TaskSpawner;
 
 /// A request's head must arrive within this time.

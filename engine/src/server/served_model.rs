@@ -6,6 +6,7 @@ use std::time::SystemTime;
 use baton_openai::limits::COMPLETIONS_MAX_TOKENS_DEFAULT;
 use baton_openai::{ApiError, Code, Endpoint, GenerateRequest, Input, ModelCard, Prompt};
 
+use crate::blocks::adapter::BlockAdapter;
 use crate::grammar::GrammarService;
 use crate::model::chat_template::ChatTemplate;
 use crate::model::generation::GenerationDefaults;
@@ -38,25 +39,52 @@ pub struct ServedModel {
     pub capacity: usize,
     /// How embeddings are made; `None` if the device computes none.
     pub pooling: Option<Pooling>,
+    /// Adapters of the model, each served under its own name.
+    pub adapters: Vec<ServedAdapter>,
+}
+
+/// An adapter of the served model.
+pub struct ServedAdapter {
+    /// What its blocks depend on, with its name in requests.
+    pub blocks: Arc<BlockAdapter>,
+    /// The name of its folder.
+    pub root: Option<String>,
 }
 
 impl ServedModel {
-    /// Its entry in the list of models.
-    pub(super) fn card(&self) -> ModelCard {
-        ModelCard {
+    /// The entries of the model and its adapters in the list of models.
+    pub(super) fn cards(&self) -> Vec<ModelCard> {
+        let base = ModelCard {
             id: self.name.clone(),
             created: self.created,
             root: None,
+            parent: None,
             max_model_len: Some(self.capacity),
+        };
+        let of_adapter = |adapter: &ServedAdapter| ModelCard {
+            id: adapter.blocks.name.to_string(),
+            root: adapter.root.clone(),
+            parent: Some(self.name.clone()),
+            ..base.clone()
+        };
+        let adapters: Vec<_> = self.adapters.iter().map(of_adapter).collect();
+        std::iter::once(base).chain(adapters).collect()
+    }
+
+    /// The adapter that a request names; `None` for the model alone. Refuses a model that is not served here.
+    pub(super) fn adapter(&self, model: Option<&str>) -> Result<Option<&Arc<BlockAdapter>>, ApiError> {
+        match model {
+            Some(name) if name != self.name => {
+                let found = self.adapters.iter().find(|adapter| *adapter.blocks.name == *name);
+                found.map(|adapter| Some(&adapter.blocks)).ok_or_else(|| ApiError::model_not_found(name))
+            }
+            Some(_) | None => Ok(None),
         }
     }
 
-    /// Refuses a model that is not served here.
-    pub(super) fn check_name(&self, model: Option<&str>) -> Result<(), ApiError> {
-        match model {
-            Some(name) if name != self.name => Err(ApiError::model_not_found(name)),
-            _ => Ok(()),
-        }
+    /// The name in the reply to a request that names a model, or none.
+    pub(super) fn reply_name(&self, model: Option<&str>) -> String {
+        model.unwrap_or(&self.name).to_owned()
     }
 
     /// The prompts of a request to generate, as tokens, truncated if requested.

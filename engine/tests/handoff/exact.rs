@@ -7,8 +7,8 @@
 //! ```
 //!
 //! Three families in f32 (the Qwen 2 with its bf16 weights widened). Three with windows, ropes per layer and experts,
-//! with bf16 weights that the engine widens. Four GGUF models, of which three are of further families. And four formats of
-//! quantized matrices.
+//! with bf16 weights that the engine widens. Four GGUF models, of which three are of further families. Four formats of
+//! quantized matrices. And two models with LoRA adapters, beside other requests without.
 //! `cargo test -p baton-engine --test handoff exact -- --nocapture` prints the table with the number of compared
 //! blocks.
 //!
@@ -54,9 +54,12 @@ const PATHS: [(&str, PathCheck); 15] = [
 ];
 
 fn every_path(family: &str, model: &str) {
-    let plain = Plain::of(model);
+    every_path_of(family, &Plain::of(model));
+}
+
+fn every_path_of(family: &str, plain: &Plain) {
     for (name, path) in PATHS {
-        let blocks = path(&plain);
+        let blocks = path(plain);
         assert!(blocks > 0, "{family}, {name}: nothing was compared");
         eprintln!("{family}, {name}: the same answers, {blocks} blocks with the same bytes");
     }
@@ -109,6 +112,16 @@ fn quantized_matrices_are_the_same_on_every_path() {
     for format in Format::ALL {
         every_path(&format!("{format:?}"), format.checkpoint());
     }
+}
+
+#[test]
+fn an_adapter_of_every_projection_is_the_same_on_every_path() {
+    every_path_of("llama with an adapter", &Plain::adapted(LLAMA, "llama3-all"));
+}
+
+#[test]
+fn an_adapter_behind_a_model_with_experts_is_the_same_on_every_path() {
+    every_path_of("qwen3 with experts and an adapter", &Plain::adapted(QWEN3_MOE, "qwen3moe-attention"));
 }
 
 #[test]

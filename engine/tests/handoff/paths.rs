@@ -17,7 +17,8 @@ use sha2::{Digest, Sha256};
 
 use super::data_parallel::{at, open_lease_at};
 use super::harness::cluster::{BLOCK, Node, fresh_id, greedy, options, prompt, same_choices, with};
-use super::observe::digests::{digests, digests_of_rank, hashes};
+use super::observe::digests::{digests, digests_of_rank, hashes_by};
+use super::requests::adapters;
 use super::tiers::{SMALL_POOL, cached_tokens, disk, files, hits, host, rested, wash};
 use super::transports::carried;
 
@@ -52,6 +53,8 @@ impl ReferenceRequest {
 /// The plain run: one engine, one request at a time, each prompt in one step, nothing cached, no tier.
 pub(crate) struct Plain {
     model: String,
+    /// The adapter of all requests, and its digest.
+    adapter: Option<(&'static str, [u8; 32])>,
     pub(crate) asks: Vec<ReferenceRequest>,
     /// The digest of every full block of every sequence, by name.
     truth: BTreeMap<String, String>,
@@ -59,13 +62,23 @@ pub(crate) struct Plain {
 
 impl Plain {
     pub(crate) fn of(model: &str) -> Self {
-        let mut plain = Self { model: model.to_owned(), asks: Vec::new(), truth: BTreeMap::new() };
+        Self::with(model, None)
+    }
+
+    /// As [`Self::of`], with an adapter in `fixtures/lora`.
+    pub(crate) fn adapted(model: &str, adapter: &'static str) -> Self {
+        Self::with(model, Some((adapter, adapters::digest(model, adapter))))
+    }
+
+    fn with(model: &str, adapter: Option<(&'static str, [u8; 32])>) -> Self {
+        let mut plain = Self { model: model.to_owned(), adapter, asks: Vec::new(), truth: BTreeMap::new() };
         let node = plain.node(Role::Both, |options| options.max_num_batched_tokens = 512);
         let drawn = json!({
             "prompt": prompt(3, 41), "max_tokens": ANSWER, "temperature": 0.9, "top_p": 0.95, "seed": 7,
             "ignore_eos": true, "return_token_ids": true, "logprobs": 5,
         });
         for body in [greedy(&prompt(1, 50), ANSWER), greedy(&prompt(2, 12 * BLOCK + 3), ANSWER), drawn] {
+            let body = plain.by(body);
             let answer = node.generate(&fresh_id(), &body).ok();
             let list = |value: &Value| serde_json::from_value::<Vec<u32>>(value.clone()).expect("tokens");
             let (prompt, emitted) = (list(&body["prompt"]), list(&answer["choices"][0]["token_ids"]));
@@ -75,7 +88,8 @@ impl Plain {
         }
         let held = digests(&node);
         for ask in &plain.asks {
-            plain.truth.extend(hashes(&ask.tokens).into_iter().map(|name| {
+            let names = hashes_by(plain.adapter.as_ref().map(|(_, digest)| digest), &ask.tokens);
+            plain.truth.extend(names.into_iter().map(|name| {
                 let digest = held[&name].1.clone();
                 (name, digest)
             }));
@@ -88,8 +102,19 @@ impl Plain {
     pub(crate) fn node(&self, role: Role, change: impl FnOnce(&mut EngineOptions)) -> Node {
         let mut options = options(&self.model, role);
         options.kv_load_failure_policy = LoadFailurePolicy::Fail;
+        if let Some((name, _)) = self.adapter {
+            adapters::serve(&mut options, &[("adapter", name)]);
+        }
         change(&mut options);
         Node::start(options)
+    }
+
+    /// A request for the adapter, if there is one.
+    fn by(&self, body: Value) -> Value {
+        match self.adapter {
+            Some(_) => with(&body, "model", json!("adapter")),
+            None => body,
+        }
     }
 
     pub(crate) fn longest(&self) -> &ReferenceRequest {
@@ -130,7 +155,7 @@ impl Plain {
     #[track_caller]
     fn all_of(&self, ask: &ReferenceRequest, held: &BTreeMap<String, (u32, String)>) -> usize {
         self.same_bytes(held);
-        let names = hashes(&ask.tokens);
+        let names = hashes_by(self.adapter.as_ref().map(|(_, digest)| digest), &ask.tokens);
         assert!(names.iter().all(|name| held.contains_key(name)), "a block is not held");
         names.len()
     }
@@ -287,7 +312,7 @@ pub(crate) fn preempted(plain: &Plain) -> usize {
 pub(crate) fn cached(plain: &Plain) -> usize {
     let node = plain.node(Role::Both, |_| {});
     for ask in &plain.asks {
-        node.generate(&fresh_id(), &greedy(&ask.prompt[..3 * BLOCK], 1)).ok();
+        node.generate(&fresh_id(), &plain.by(greedy(&ask.prompt[..3 * BLOCK], 1))).ok();
         for cached in [3 * BLOCK, ask.findable()] {
             let answer = node.generate(&fresh_id(), &ask.body).ok();
             same_choices(&answer, &ask.answer);
@@ -312,7 +337,7 @@ fn loads(plain: &Plain, node: &Node, ask: &ReferenceRequest, between: impl Fn(&N
     // One more token, so that the last full block is looked up.
     let longer = [&ask.tokens[..], &[300]].concat();
     let before = hits(node);
-    node.generate(&fresh_id(), &greedy(&longer, 1)).ok();
+    node.generate(&fresh_id(), &plain.by(greedy(&longer, 1))).ok();
     rested(node);
     assert_eq!(hits(node) - before, (ask.blocks().1 * BLOCK) as f64, "also the blocks of decoded tokens");
     blocks + plain.all_of(ask, &digests(node))
@@ -427,7 +452,7 @@ pub(crate) fn resumed(plain: &Plain) -> usize {
         for emitted in [1, BLOCK, ANSWER - 3] {
             [&one, &p, &d].into_iter().for_each(Node::forget);
             let so_far = [&ask.prompt[..], &ask.answered()[..emitted]].concat();
-            let body = greedy(&so_far, ANSWER - emitted);
+            let body = plain.by(greedy(&so_far, ANSWER - emitted));
             let alone = one.generate(&fresh_id(), &body).ok();
             let handed_over = d.decode(&body, &p.open_lease(&body)).ok();
             for rest in [&alone, &handed_over] {

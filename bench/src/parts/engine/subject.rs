@@ -52,8 +52,13 @@ impl EngineSubject {
     /// Tokens/s of one prompt.
     pub(super) fn prefill(&mut self) -> Result<f64, EngineBenchError> {
         let (tokens, mut logits) = (self.tokens(PROMPT_TOKENS), Logits::default());
-        let step =
-            SeqStep { tokens: &tokens, start: 0, block_table: &self.tables[0], logits: LogitsRequest::Last };
+        let step = SeqStep {
+            tokens: &tokens,
+            start: 0,
+            block_table: &self.tables[0],
+            logits: LogitsRequest::Last,
+            adapter: None,
+        };
         let start = Instant::now();
         self.executor.execute(&[step], &mut logits)?;
         Ok(rate(PROMPT_TOKENS, start))
@@ -71,6 +76,7 @@ impl EngineSubject {
                     start: position,
                     block_table: &self.tables[sequence],
                     logits: LogitsRequest::Last,
+                    adapter: None,
                 })
                 .collect();
             self.executor.execute(&steps, &mut logits)?;

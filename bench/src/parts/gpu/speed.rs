@@ -483,6 +483,7 @@ fn decode<D: Device>(
                 start,
                 block_table: table,
                 logits: LogitsRequest::Draw(draw),
+                adapter: None,
             };
             let steps: Vec<SeqStep<'_>> = tables.iter().map(|table| step(table)).collect();
             executor.execute(&steps, &mut logits)?;
@@ -510,7 +511,10 @@ fn prefill<D: Device>(
             let wanted = if end == prompt { LogitsRequest::Last } else { LogitsRequest::No };
             let tokens = &tokens[start..end];
             let block_table = &table[..end.div_ceil(BLOCK_TOKENS)];
-            executor.execute(&[SeqStep { tokens, start, block_table, logits: wanted }], &mut logits)?;
+            executor.execute(
+                &[SeqStep { tokens, start, block_table, logits: wanted, adapter: None }],
+                &mut logits,
+            )?;
         }
         if run > 0 {
             best = best.min(started.elapsed().as_secs_f64());

@@ -109,6 +109,7 @@ fn card(engine: &Engine) -> ModelCard {
         id: engine.plan.model.clone(),
         created: 0,
         root: None,
+        parent: None,
         max_model_len: Some(engine.plan.capacity()),
     }
 }

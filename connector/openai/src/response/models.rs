@@ -12,6 +12,8 @@ pub struct ModelCard {
     pub created: u64,
     /// The origin of its weights: a name, never a path.
     pub root: Option<String>,
+    /// The model that an adapter changes.
+    pub parent: Option<String>,
     /// Tokens of its context, if known.
     pub max_model_len: Option<usize>,
 }
@@ -43,7 +45,7 @@ struct Card<'a> {
     owned_by: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     root: Option<&'a str>,
-    parent: (),
+    parent: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     max_model_len: Option<usize>,
 }
@@ -56,7 +58,7 @@ impl<'a> From<&'a ModelCard> for Card<'a> {
             created: card.created,
             owned_by: "baton",
             root: card.root.as_deref(),
-            parent: (),
+            parent: card.parent.as_deref(),
             max_model_len: card.max_model_len,
         }
     }

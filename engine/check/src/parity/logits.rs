@@ -257,7 +257,13 @@ fn continuation(
     let mut logits = Logits::default();
     let (mut tokens, mut start) = (prompt.to_vec(), 0);
     for _ in 0..count {
-        let step = SeqStep { tokens: &tokens, start, block_table: &table, logits: LogitsRequest::Last };
+        let step = SeqStep {
+            tokens: &tokens,
+            start,
+            block_table: &table,
+            logits: LogitsRequest::Last,
+            adapter: None,
+        };
         executor.execute(&[step], &mut logits)?;
         steps.values.extend_from_slice(&logits.values);
         start += tokens.len();
@@ -271,7 +277,7 @@ fn continuation(
 pub(super) fn forced(executor: &mut dyn Executor, tokens: &[u32]) -> Result<Logits, ParityError> {
     let table = table(0, executor.blocks());
     let mut logits = Logits::default();
-    let step = SeqStep { tokens, start: 0, block_table: &table, logits: LogitsRequest::All };
+    let step = SeqStep { tokens, start: 0, block_table: &table, logits: LogitsRequest::All, adapter: None };
     executor.execute(&[step], &mut logits)?;
     Ok(logits)
 }
@@ -306,6 +312,7 @@ fn different_rows(
                 start,
                 block_table: &tables[sequence],
                 logits: wanted,
+                adapter: None,
             });
             rows.extend(step.map(|step| (sequence, step)));
             done[sequence] = end;

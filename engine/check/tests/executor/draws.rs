@@ -30,7 +30,13 @@ fn device_draws_follow_the_hosts_distribution() {
         SamplingParams { top_k: 20, top_p: 0.8, min_p: 0.05, ..warm },
     ];
     let mut logits = Logits::default();
-    let step = SeqStep { tokens: &prompt, start: 0, block_table: &table, logits: LogitsRequest::Last };
+    let step = SeqStep {
+        tokens: &prompt,
+        start: 0,
+        block_table: &table,
+        logits: LogitsRequest::Last,
+        adapter: None,
+    };
     cpu.execute(&[step], &mut logits).unwrap();
     let row = logits.row(0).to_vec();
     for params in &all {
@@ -44,8 +50,13 @@ fn device_draws_follow_the_hosts_distribution() {
             let params = SamplingParams { seed: round, ..params.clone() };
             let draw = Draw::of(&params, TokenPosition { position: 20, generated: 0 }).unwrap();
             let logits_wanted = LogitsRequest::Draw(draw);
-            let step =
-                SeqStep { tokens: &prompt[start..], start, block_table: &table, logits: logits_wanted };
+            let step = SeqStep {
+                tokens: &prompt[start..],
+                start,
+                block_table: &table,
+                logits: logits_wanted,
+                adapter: None,
+            };
             device.execute(&[step], &mut logits).unwrap();
             assert!(logits.values.is_empty());
             seen[logits.drawn(0).flatten().expect("a drawn token") as usize] += 1;
@@ -93,6 +104,7 @@ fn rows_sampled_on_the_host_leave_other_rows_on_the_device() {
                 start,
                 block_table: &tables[at],
                 logits: logits(at),
+                adapter: None,
             };
             (0..prompts.len()).map(step).collect()
         };
@@ -132,7 +144,13 @@ fn rows_copied_in_pieces_keep_their_order() {
         [(&one, draw), (&whole, LogitsRequest::All), (&one, draw)]
             .into_iter()
             .zip(&tables)
-            .map(|((tokens, logits), table)| SeqStep { tokens, start: 0, block_table: table, logits })
+            .map(|((tokens, logits), table)| SeqStep {
+                tokens,
+                start: 0,
+                block_table: table,
+                logits,
+                adapter: None,
+            })
             .collect::<Vec<_>>()
     };
     let (mut ours, mut theirs) = (Logits::default(), Logits::default());
@@ -159,6 +177,7 @@ fn each_row_of_a_draft_is_drawn_at_its_own_position() {
         start,
         block_table: &table,
         logits,
+        adapter: None,
     };
     let greedy = SamplingParams::default();
     for params in [SamplingParams { temperature: 0.9, seed: 5, ..greedy.clone() }, greedy] {

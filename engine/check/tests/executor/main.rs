@@ -114,7 +114,7 @@ fn run(scripts: &[SequenceScript], steps: usize, mut each: impl FnMut(&[SeqStep<
                 _ => LogitsRequest::Last,
             };
             let tokens = &script.tokens[*done..*done + count];
-            batch.push(SeqStep { tokens, start: *done, block_table: &script.table, logits });
+            batch.push(SeqStep { tokens, start: *done, block_table: &script.table, logits, adapter: None });
             *done += count;
         }
         each(&batch);
@@ -176,8 +176,13 @@ fn another_executor_decodes_from_published_blocks() {
     let config = config("Qwen2", "");
     let (mut producer, mut consumer) = (on_software(&config, |_| ()), on_software(&config, |_| ()));
     let (text, table, there) = (tokens(9, 45), blocks(3, 6), blocks(30, 6));
-    let step =
-        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsRequest::Last };
+    let step = |tokens, start, block_table| SeqStep {
+        tokens,
+        start,
+        block_table,
+        logits: LogitsRequest::Last,
+        adapter: None,
+    };
     let mut logits = Logits::default();
     producer.execute(&[step(&text[..40], 0, &table)], &mut logits).unwrap();
     let before = producer.regions()[0].read_block(table[0]);
@@ -210,8 +215,13 @@ fn a_storing_thread_copies_blocks_while_steps_run() {
     let config = config("Llama", "");
     let (mut published, mut stored) = (on_software(&config, |_| ()), on_software(&config, |_| ()));
     let (text, table) = (tokens(4, 60), blocks(3, 8));
-    let step =
-        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsRequest::Last };
+    let step = |tokens, start, block_table| SeqStep {
+        tokens,
+        start,
+        block_table,
+        logits: LogitsRequest::Last,
+        adapter: None,
+    };
     let (mut logits, mut theirs) = (Logits::default(), Logits::default());
     published.execute(&[step(&text[..56], 0, &table)], &mut logits).unwrap();
     stored.execute(&[step(&text[..56], 0, &table)], &mut theirs).unwrap();
@@ -262,8 +272,13 @@ fn a_storing_thread_copies_blocks_while_steps_run() {
 fn a_step_does_not_upload_blocks_that_were_uploaded_on_landing() {
     let config = config("Qwen2", "");
     let (text, table, others) = (tokens(9, 33), blocks(3, 5), blocks(30, 1));
-    let step =
-        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsRequest::Last };
+    let step = |tokens, start, block_table| SeqStep {
+        tokens,
+        start,
+        block_table,
+        logits: LogitsRequest::Last,
+        adapter: None,
+    };
     let (mut logits, mut theirs) = (Logits::default(), Logits::default());
     let mut producer = on_software(&config, |_| ());
     producer.execute(&[step(&text[..32], 0, &table)], &mut logits).unwrap();
@@ -313,7 +328,8 @@ fn a_hung_upload_disables_the_device() {
         shared_kv_pool.upload(&table).is_err()
             && shared_kv_pool.load(shared_kv_pool.region(), table[0], table[1]).is_err()
     );
-    let step = SeqStep { tokens: &[1], start: 0, block_table: &table, logits: LogitsRequest::Last };
+    let step =
+        SeqStep { tokens: &[1], start: 0, block_table: &table, logits: LogitsRequest::Last, adapter: None };
     assert!(device.execute(&[step], &mut logits).is_err() && device.usable().is_err());
 }
 
@@ -356,7 +372,13 @@ fn a_pool_share_leaves_room_for_weights_buffers_and_the_reserve() {
     let blocks = |share| {
         let mut device = on_software(&config, |options| options.pool_size = PoolSize::Share(share));
         let (table, mut logits) = ([BlockId(device.blocks() as u32 - 1)], Logits::default());
-        let step = SeqStep { tokens: &[7], start: 0, block_table: &table, logits: LogitsRequest::Last };
+        let step = SeqStep {
+            tokens: &[7],
+            start: 0,
+            block_table: &table,
+            logits: LogitsRequest::Last,
+            adapter: None,
+        };
         device.execute(&[step], &mut logits).unwrap();
         (device.blocks(), device.layout().block_bytes(), device.device().free_bytes().unwrap())
     };
@@ -381,7 +403,7 @@ fn a_warm_executor_records_no_graphs_and_returns_equal_results() {
     for (start, wanted) in
         [(0, LogitsRequest::Last), (1, LogitsRequest::Draw(draw)), (2, LogitsRequest::Last)]
     {
-        let step = SeqStep { tokens: &[7], start, block_table: &table, logits: wanted };
+        let step = SeqStep { tokens: &[7], start, block_table: &table, logits: wanted, adapter: None };
         let (mut a, mut b) = (Logits::default(), Logits::default());
         cold.execute(std::slice::from_ref(&step), &mut a).unwrap();
         warm.execute(&[step], &mut b).unwrap();
@@ -394,7 +416,13 @@ fn a_warm_executor_records_no_graphs_and_returns_equal_results() {
 fn a_token_outside_the_vocabulary_is_an_error_and_the_next_step_runs() {
     let config = config("Llama", "");
     let (mut device, table, mut logits) = (on_software(&config, |_| ()), blocks(0, 2), Logits::default());
-    let step = |tokens| SeqStep { tokens, start: 0, block_table: &table, logits: LogitsRequest::Last };
+    let step = |tokens| SeqStep {
+        tokens,
+        start: 0,
+        block_table: &table,
+        logits: LogitsRequest::Last,
+        adapter: None,
+    };
     let error = device.execute(&[step(&[VOCAB])], &mut logits).unwrap_err().to_string();
     assert!(error.contains("vocabulary"), "{error}");
     device.execute(&[step(&[1])], &mut logits).unwrap();
@@ -407,8 +435,13 @@ fn a_write_to_a_block_that_another_sequence_reads_is_rejected_before_any_launch(
     let (mut device, mut logits) = (on_software(&config, |_| ()), Logits::default());
     let (table, prompt) = (blocks(0, 3), tokens(3, 20));
     let other = [table[0], BlockId(30), BlockId(31)];
-    let step =
-        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsRequest::Last };
+    let step = |tokens, start, block_table| SeqStep {
+        tokens,
+        start,
+        block_table,
+        logits: LogitsRequest::Last,
+        adapter: None,
+    };
     device.execute(&[step(&prompt[..8], 0, &table)], &mut logits).unwrap();
     // Both sequences continue from the block that the previous step has written.
     device.execute(&[step(&prompt[8..], 8, &table), step(&prompt[8..], 8, &other)], &mut logits).unwrap();
@@ -425,7 +458,13 @@ fn steps_and_copies_of_blocks_use_streams_of_their_priority() {
     let mut device = on_software(&config("Llama", ""), |_| ());
     let (table, mut logits) = (blocks(0, 1), Logits::default());
     let before = device.device().work(Priority::Copies);
-    let step = SeqStep { tokens: &[1, 2], start: 0, block_table: &table, logits: LogitsRequest::Last };
+    let step = SeqStep {
+        tokens: &[1, 2],
+        start: 0,
+        block_table: &table,
+        logits: LogitsRequest::Last,
+        adapter: None,
+    };
     device.execute(&[step], &mut logits).unwrap();
     assert_eq!(device.device().work(Priority::Copies), before);
     let steps = device.device().work(Priority::Steps);
@@ -439,7 +478,13 @@ fn a_hung_copy_disables_the_device() {
     let config = config("Llama", "");
     let (mut device, mut logits) = (on_software(&config, |_| ()), Logits::default());
     let (table, prompt) = (blocks(0, 2), tokens(3, 16));
-    let step = SeqStep { tokens: &prompt, start: 0, block_table: &table, logits: LogitsRequest::Last };
+    let step = SeqStep {
+        tokens: &prompt,
+        start: 0,
+        block_table: &table,
+        logits: LogitsRequest::Last,
+        adapter: None,
+    };
     device.execute(std::slice::from_ref(&step), &mut logits).unwrap();
     device.mark_leased(&table[..1]).unwrap();
     let shared_kv_pool = device.shared_pool().expect("the device has a shared pool");
@@ -470,7 +515,13 @@ fn publish_skips_a_block_in_download_without_waiting() {
     device.device().hold_copies(CopyGate { arrived, passes: Mutex::new(passes) });
     let shared_kv_pool = device.shared_pool().expect("the device has a shared pool");
     let (table, prompt) = (blocks(0, 2), tokens(3, 16));
-    let step = SeqStep { tokens: &prompt, start: 0, block_table: &table, logits: LogitsRequest::Last };
+    let step = SeqStep {
+        tokens: &prompt,
+        start: 0,
+        block_table: &table,
+        logits: LogitsRequest::Last,
+        adapter: None,
+    };
     device.execute(std::slice::from_ref(&step), &mut logits).unwrap();
     device.mark_leased(&table[..1]).unwrap();
     std::thread::scope(|scope| {
@@ -490,8 +541,13 @@ fn publish_skips_a_block_in_download_without_waiting() {
 fn a_failed_upload_disables_the_device() {
     let config = config("Qwen2", "");
     let (text, table) = (tokens(9, 33), blocks(3, 5));
-    let step =
-        |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsRequest::Last };
+    let step = |tokens, start, block_table| SeqStep {
+        tokens,
+        start,
+        block_table,
+        logits: LogitsRequest::Last,
+        adapter: None,
+    };
     let (mut logits, mut theirs) = (Logits::default(), Logits::default());
     let mut producer = on_software(&config, |_| ());
     producer.execute(&[step(&text[..32], 0, &table)], &mut logits).unwrap();
@@ -528,7 +584,13 @@ fn a_hung_step_disables_the_device() {
     let config = config("Llama", "");
     let (mut device, mut logits) = (on_software(&config, |_| ()), Logits::default());
     let (table, prompt) = (blocks(0, 2), tokens(3, 16));
-    let step = SeqStep { tokens: &prompt, start: 0, block_table: &table, logits: LogitsRequest::Last };
+    let step = SeqStep {
+        tokens: &prompt,
+        start: 0,
+        block_table: &table,
+        logits: LogitsRequest::Last,
+        adapter: None,
+    };
     device.device().hang();
     let why = device.execute(std::slice::from_ref(&step), &mut logits).unwrap_err().to_string();
     assert!(why.contains("the device is disabled"), "{why}");

@@ -7,6 +7,7 @@ use super::network::CpuNetwork;
 use super::routing::{Routes, RoutingSizes};
 use super::rows::{Rows, SharedPtr};
 use crate::model::config::ExpertConfig;
+use crate::model::lora::LoraSite;
 
 /// Buffers of one step. They grow to the largest batch seen.
 #[derive(Debug, Default)]
@@ -20,11 +21,18 @@ pub(super) struct CpuActivations {
     up: RowBuffer,
     /// Cosines, then sines, of each row's angles.
     angles: RowBuffer,
-    /// Packed inputs of products, if the unit of bfloat16 mode needs them.
-    packed_normed: PackedBuffer,
-    packed_attended: PackedBuffer,
-    packed_gate: PackedBuffer,
+    packed: PackedActivations,
     experts: ExpertActivations,
+    /// Inputs of each row's adapter in its rank, part by part.
+    adapted: RowBuffer,
+}
+
+/// Packed inputs of products, if the unit of bfloat16 mode needs them.
+#[derive(Debug, Default)]
+struct PackedActivations {
+    normed: PackedBuffer,
+    attended: PackedBuffer,
+    gate: PackedBuffer,
 }
 
 /// Buffers of layers with experts. They stay empty without them.
@@ -65,6 +73,8 @@ pub(super) struct ActivationRows {
     /// Cosines, then sines, of each row's angles.
     pub(super) angles: Rows,
     pub(super) experts: ExpertRows,
+    /// Inputs of each row's adapter in its rank, part by part.
+    pub(super) adapted: Rows,
 }
 
 #[derive(Debug)]
@@ -156,9 +166,9 @@ impl CpuActivations {
         let config = &network.config;
         let packs = network.bf16.is_some_and(Bf16Unit::packs);
         if packs {
-            self.packed_normed.fit(rows, config.hidden);
-            self.packed_attended.fit(rows, config.query_width());
-            self.packed_gate.fit(rows, config.intermediate);
+            self.packed.normed.fit(rows, config.hidden);
+            self.packed.attended.fit(rows, config.query_width());
+            self.packed.gate.fit(rows, config.intermediate);
         }
         self.hidden.fit(rows, config.hidden);
         self.normed.fit(rows, config.hidden);
@@ -171,20 +181,25 @@ impl CpuActivations {
         if let Some(experts) = &config.mlp.experts {
             self.experts.fit(experts, config.hidden, rows, packs);
         }
+        let rank = network.adapters.iter().map(|adapter| adapter.rank).max();
+        if let Some(rank) = rank {
+            self.adapted.fit(rows, LoraSite::PARTS_MAX * rank);
+        }
     }
 
     /// The rows of the buffers, and the packed inputs for `unit`.
     pub(super) fn share(&mut self, unit: Option<Bf16Unit>) -> ActivationRows {
         ActivationRows {
             hidden: self.hidden.share(),
-            normed: inputs(&mut self.normed, &mut self.packed_normed, unit),
+            normed: inputs(&mut self.normed, &mut self.packed.normed, unit),
             qkv: self.qkv.share(),
-            attended: inputs(&mut self.attended, &mut self.packed_attended, unit),
+            attended: inputs(&mut self.attended, &mut self.packed.attended, unit),
             projected: self.projected.share(),
-            gate: inputs(&mut self.gate, &mut self.packed_gate, unit),
+            gate: inputs(&mut self.gate, &mut self.packed.gate, unit),
             up: self.up.share(),
             angles: self.angles.share(),
             experts: self.experts.share(unit),
+            adapted: self.adapted.share(),
         }
     }
 }

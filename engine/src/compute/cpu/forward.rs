@@ -5,7 +5,7 @@
 //!              ▶ final norm of wanted rows ▶ logits
 //! ```
 //!
-//! The feed-forward phases are in `mlp`, those of layers with experts too.
+//! The feed-forward phases are in `mlp`, those of layers with experts too. What adapters add is in `lora`.
 //!
 //! A phase writes buffers that the next one reads. The barrier between them is the end of `Worker::each`.
 #![allow(
@@ -13,6 +13,7 @@
     reason = "phases share buffers through raw pointers with a barrier between; see each block"
 )]
 
+mod lora;
 mod mlp;
 
 use std::sync::{Mutex, PoisonError};
@@ -33,6 +34,7 @@ use super::thread_pool::{JobPanicked, ThreadPool, Worker};
 use super::vector;
 use crate::compute::{LogitsRequest, SeqStep};
 use crate::model::config::ModelConfig;
+use crate::model::lora::{AdapterIndex, LoraAdapter, LoraSite};
 
 /// A batch, row by row.
 #[derive(Debug)]
@@ -44,6 +46,8 @@ pub(super) struct BatchPlan {
     wanted: Vec<usize>,
     /// Rows whose hidden states are wanted, in order.
     hidden: Vec<usize>,
+    /// Rows with an adapter, in order.
+    adapted: Vec<usize>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -61,6 +65,7 @@ struct BatchSequence {
     table: usize,
     /// Start of each block, rank by rank.
     blocks: Vec<*mut u8>,
+    adapter: Option<AdapterIndex>,
 }
 
 // SAFETY: the pointers are into the regions, which outlive the plan. The rows and units that workers claim determine
@@ -76,7 +81,8 @@ impl BatchPlan {
         workers: usize,
     ) -> Self {
         let (rows, seqs, units) = (Vec::new(), Vec::new(), Vec::new());
-        let mut plan = Self { rows, seqs, units, wanted: Vec::new(), hidden: Vec::new() };
+        let (wanted, hidden, adapted) = (Vec::new(), Vec::new(), Vec::new());
+        let mut plan = Self { rows, seqs, units, wanted, hidden, adapted };
         let group = config.heads / config.kv_heads;
         for (seq, step) in batch.iter().enumerate() {
             let (first_row, count) = (plan.rows.len(), step.tokens.len());
@@ -104,6 +110,9 @@ impl BatchPlan {
                 }
                 LogitsRequest::Hidden => plan.hidden.extend(first_row..first_row + count),
             }
+            if step.adapter.is_some() {
+                plan.adapted.extend(first_row..first_row + count);
+            }
             let in_rank = |region: &Region| {
                 step.block_table.iter().map(|block| region.block_ptr(*block)).collect::<Vec<_>>()
             };
@@ -113,6 +122,7 @@ impl BatchPlan {
                 start: step.start,
                 table: step.block_table.len(),
                 blocks,
+                adapter: step.adapter,
             });
             // A long prompt is divided finely enough that every worker gets several units.
             let fair = (count * config.kv_heads).div_ceil(4 * workers).max(1);
@@ -128,6 +138,11 @@ impl BatchPlan {
             std::cmp::Reverse(unit.count * (plan.seqs[unit.seq].start + unit.first + unit.count))
         });
         plan
+    }
+
+    /// Whether every adapter of the batch is one of these.
+    pub(super) fn fits(&self, adapters: &[LoraAdapter]) -> bool {
+        self.seqs.iter().filter_map(|seq| seq.adapter).all(|adapter| adapter.0 < adapters.len())
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -191,6 +206,8 @@ struct Step<'a> {
     rows: ActivationRows,
     logits: Rows,
     hidden: Rows,
+    /// The highest rank of an adapter.
+    rank: usize,
 }
 
 /// A product whose result is added to the residual stream.
@@ -199,6 +216,8 @@ struct Projection<'a> {
     bias: Option<&'a [f32]>,
     x: ProductInputs,
     norms: AddNorms<'a>,
+    /// Its layer and place, for adapters.
+    site: (usize, LoraSite),
 }
 
 /// Norms around an addition to the residual stream.
@@ -233,6 +252,7 @@ pub(super) fn run(
         rows: activations.share(network.bf16),
         logits: Rows { base: SharedPtr(logits.as_mut_ptr()), stride: network.config.vocab },
         hidden: Rows { base: SharedPtr(hidden.as_mut_ptr()), stride: network.config.hidden },
+        rank: network.adapters.iter().map(|adapter| adapter.rank).max().unwrap_or(0),
     };
     threads.run_with(meanwhile, &|worker| {
         // Each worker has its own scratch, so the lock is never contended.
@@ -251,6 +271,7 @@ impl Step<'_> {
         self.embed(worker);
         for (index, layer) in layers.iter().enumerate() {
             let qkv_width = layer.qkv.outputs();
+            self.shrink(worker, index, LoraSite::Qkv, self.rows.normed.wide);
             self.product(worker, scratch, &layer.qkv, self.rows.normed, self.rows.qkv, qkv_width);
             self.rotate_and_store(worker, index, layer);
             self.attend(worker, scratch, index);
@@ -259,6 +280,7 @@ impl Step<'_> {
                 bias: layer.output_bias.as_deref(),
                 x: self.rows.attended,
                 norms: AddNorms { post: layer.attention_post_norm.as_deref(), next: Some(&layer.mlp_norm) },
+                site: (index, LoraSite::Output),
             };
             self.project(worker, scratch, output);
             let norms = AddNorms {
@@ -266,7 +288,7 @@ impl Step<'_> {
                 next: layers.get(index + 1).map(|next| next.attention_norm.as_slice()),
             };
             match &layer.mlp {
-                CpuMlp::Dense(dense) => self.dense(worker, scratch, dense, norms),
+                CpuMlp::Dense(dense) => self.dense(worker, scratch, index, dense, norms),
                 CpuMlp::Experts { router, experts } => self.experts(worker, scratch, router, experts, norms),
             }
         }
@@ -355,6 +377,7 @@ impl Step<'_> {
             if let Some(bias) = &layer.qkv_bias {
                 vector::add(self.isa, qkv, bias);
             }
+            self.expand(layer_index, LoraSite::Qkv, index, 0..query + 2 * kv, qkv);
             let (cos, sin) = angles[layer.rope * rotary..][..rotary].split_at(rotary / 2);
             let (queries, keys_values) = qkv.split_at_mut(query);
             let (keys, values) = keys_values.split_at_mut(kv);
@@ -422,8 +445,9 @@ impl Step<'_> {
 
     /// Adds a projection to the residual stream and norms the result for the next product.
     fn project(&self, worker: &Worker<'_>, scratch: &mut WorkerScratch, projection: Projection<'_>) {
-        let Projection { matrix, bias, x, norms } = projection;
+        let Projection { matrix, bias, x, norms, site: (layer, site) } = projection;
         let out = self.rows.projected;
+        self.shrink(worker, layer, site, x.wide);
         // SAFETY: as in `product`.
         let product = unsafe { self.product_into(matrix, x, out, out.stride) };
         // A norm of the added values needs the whole row.
@@ -450,14 +474,25 @@ impl Step<'_> {
         } else {
             worker.each(product.items(), |item| product.compute(self.isa, item, &mut scratch.slice));
         }
+        let width = self.network.config.hidden;
         worker.each(self.plan.rows.len(), |index| {
+            let is_adapted = self.is_adapted(layer, site, index);
+            // SAFETY: each row is claimed by one worker.
+            let projected = unsafe { self.rows.projected.row(index, width) };
             if !added {
-                // SAFETY: each row is claimed by one worker.
-                let projected = unsafe { self.rows.projected.row(index, self.network.config.hidden) };
                 if let Some(bias) = bias {
                     vector::add(self.isa, projected, bias);
                 }
+                if norms.post.is_some() {
+                    self.expand(layer, site, index, 0..width, projected);
+                }
                 self.add_to_residual(index, projected, norms.post);
+            }
+            // Without a norm of the sum, the adapter's part is added after it, whether the panels were added or the row.
+            if is_adapted && norms.post.is_none() {
+                projected.fill(0.0);
+                self.expand(layer, site, index, 0..width, projected);
+                self.add_to_residual(index, projected, None);
             }
             self.norm_residual(index, norms.next);
         });

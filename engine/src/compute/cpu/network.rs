@@ -1,5 +1,7 @@
 //! The layers of a model and their loading.
 
+use std::sync::Arc;
+
 use super::WeightLoadProgress;
 use super::arena::{AlignedBuffer, WeightArena};
 use super::bf16::Bf16Unit;
@@ -7,6 +9,7 @@ use super::matrix::{Matrix, WeightMode};
 use super::thread_pool::{JobPanicked, ThreadPool};
 use crate::model::ModelError;
 use crate::model::config::{ModelConfig, Rope};
+use crate::model::lora::LoraAdapter;
 use crate::model::tensors::{DenseTensors, MlpTensors, TensorRows};
 use crate::model::weights::{Tensor, WeightDtype, Weights, parameter_count};
 
@@ -25,6 +28,8 @@ pub(super) struct CpuNetwork {
     pub(super) ropes: Vec<RopeAngles>,
     /// The unit that multiplies in bfloat16 mode.
     pub(super) bf16: Option<Bf16Unit>,
+    /// Adapters, by their index in steps.
+    pub(super) adapters: Arc<[LoraAdapter]>,
 }
 
 /// The angles of one rope.
@@ -133,6 +138,7 @@ impl CpuNetwork {
             ropes: ropes.into_iter().flatten().map(angles).collect(),
             config: config.clone(),
             bf16: (mode == WeightMode::Bf16).then_some(unit),
+            adapters: Arc::default(),
         })
     }
 

@@ -6,6 +6,8 @@ use super::*;
 use crate::compute::LogitsRequest;
 use crate::model::config::AttentionConfig;
 use crate::model::generation::GenerationDefaults;
+use crate::model::lora::AdapterIndex;
+use crate::model::lora::tests::adapter_of;
 use crate::model::weights::Weights;
 
 fn config(family: &str) -> ModelConfig {
@@ -70,10 +72,21 @@ fn bits(values: &[f32]) -> Vec<u32> {
 
 /// Logits of every position of `prompt`, computed in chunks of the given sizes.
 fn in_chunks(executor: &mut CpuExecutor, prompt: &[u32], chunk: usize) -> Vec<u32> {
+    in_chunks_by(executor, prompt, chunk, None)
+}
+
+/// As [`in_chunks`], with an adapter.
+fn in_chunks_by(
+    executor: &mut CpuExecutor,
+    prompt: &[u32],
+    chunk: usize,
+    adapter: Option<AdapterIndex>,
+) -> Vec<u32> {
     let table = blocks(3, prompt.len().div_ceil(executor.layout().block_tokens) as u32);
     let (mut all, mut logits) = (Vec::new(), Logits::default());
     for (i, tokens) in prompt.chunks(chunk).enumerate() {
-        let step = SeqStep { tokens, start: i * chunk, block_table: &table, logits: LogitsRequest::All };
+        let step =
+            SeqStep { tokens, start: i * chunk, block_table: &table, logits: LogitsRequest::All, adapter };
         executor.execute(&[step], &mut logits).unwrap();
         all.extend(bits(&logits.values));
     }
@@ -287,6 +300,7 @@ fn shares_a_step(config: &ModelConfig) {
                 start: turn,
                 block_table: &short_table,
                 logits: LogitsRequest::Last,
+                adapter: None,
             });
         }
         batch.push(SeqStep {
@@ -294,6 +308,7 @@ fn shares_a_step(config: &ModelConfig) {
             start: turn * 10,
             block_table: &long_table,
             logits: if turn == 4 { LogitsRequest::Last } else { LogitsRequest::No },
+            adapter: None,
         });
         executor.execute(&batch, &mut logits).unwrap();
         assert_eq!(bits(logits.row(0)), short_alone[turn * vocab..][..vocab], "turn {turn}");
@@ -304,6 +319,107 @@ fn shares_a_step(config: &ModelConfig) {
             assert_eq!(logits.rows(), 1);
         }
     }
+}
+
+/// Two adapters of a model, of other ranks than those of an item.
+fn two_adapters(config: &ModelConfig) -> Arc<[LoraAdapter]> {
+    Arc::new([adapter_of(config, 1, 3), adapter_of(config, 2, 11)])
+}
+
+const FIRST: Option<AdapterIndex> = Some(AdapterIndex(0));
+const SECOND: Option<AdapterIndex> = Some(AdapterIndex(1));
+
+/// The bits of both adapters' rows with other chunks, threads and instruction sets. The model alone has those of an
+/// executor without adapters.
+fn adapters_keep_their_bits(name: &str, config: &ModelConfig, change: impl Fn(&mut CpuOptions)) -> Vec<u32> {
+    let (prompt, adapters) = (tokens(3, 61), two_adapters(config));
+    let with = |options: &mut CpuOptions| {
+        change(options);
+        options.adapters = Arc::clone(&adapters);
+    };
+    let alone = in_chunks(&mut executor(config, &change), &prompt, 61);
+    assert!(in_chunks(&mut executor(config, with), &prompt, 61) == alone, "{name}: the model alone");
+    let [first, second] =
+        [FIRST, SECOND].map(|adapter| in_chunks_by(&mut executor(config, with), &prompt, 61, adapter));
+    for (of, by) in [(&first, FIRST), (&second, SECOND)] {
+        let far = furthest(of, &alone);
+        assert!(far > 1e-3 && far.is_finite(), "{name}: {by:?} moves logits by {far}");
+        for (chunk, threads, isa) in
+            [(1, 2, Isa::detect()), (7, 1, Isa::Portable), (40, 3, Isa::detect()), (61, 1, Isa::Portable)]
+        {
+            let other = |options: &mut CpuOptions| {
+                with(options);
+                (options.threads, options.isa) = (threads, isa);
+            };
+            let other = in_chunks_by(&mut executor(config, other), &prompt, chunk, by);
+            assert!(other == *of, "{name}: {by:?} in chunks of {chunk} on {isa:?}");
+        }
+    }
+    assert!(furthest(&first, &second) > 1e-3, "{name}: both adapters are one");
+    [first, second].concat()
+}
+
+#[test]
+fn adapters_keep_their_bits_in_every_family_and_mode() {
+    let like_llama = ["Llama", "Qwen3"].map(|family| (family, config(family)));
+    for (family, config) in like_llama.into_iter().chain(unlike_llama()) {
+        adapters_keep_their_bits(family, &config, |_| ());
+        adapters_keep_their_bits(family, &config, |options| options.weights = WeightMode::Int8);
+        let mut before: Option<Vec<u32>> = None;
+        for unit in Bf16Unit::available() {
+            let change =
+                |options: &mut CpuOptions| (options.weights, options.bf16_unit) = (WeightMode::Bf16, unit);
+            let bits = adapters_keep_their_bits(&format!("{family} {unit:?}"), &config, change);
+            assert!(
+                before.as_ref().is_none_or(|before| *before == bits),
+                "{family}: {unit:?} is unlike others"
+            );
+            before = Some(bits);
+        }
+    }
+}
+
+#[test]
+fn adapters_share_a_step_with_each_other_and_with_the_model_alone() {
+    for (family, config) in [("Llama", config("Llama"))].into_iter().chain(unlike_llama()) {
+        let adapters = two_adapters(&config);
+        let with = |options: &mut CpuOptions| options.adapters = Arc::clone(&adapters);
+        let sequences =
+            [(FIRST, tokens(1, 30)), (None, tokens(1, 30)), (SECOND, tokens(1, 30)), (FIRST, tokens(9, 6))];
+        let alone = sequences.each_ref().map(|(adapter, prompt)| {
+            in_chunks_by(&mut executor(&config, with), prompt, prompt.len(), *adapter)
+        });
+        let mut executor = executor(&config, with);
+        let tables = [0, 8, 16, 24].map(|first| blocks(first, 4));
+        let mut found = [const { Vec::new() }; 4];
+        let mut logits = Logits::default();
+        // Chunks of 10 beside single tokens.
+        for turn in 0..6 {
+            let mut batch = Vec::new();
+            let mut of = Vec::new();
+            for (at, (adapter, prompt)) in sequences.iter().enumerate() {
+                let (start, end) = if at == 3 { (turn, turn + 1) } else { (turn * 10, (turn + 1) * 10) };
+                let Some(tokens) = prompt.get(start..end) else { continue };
+                let (block_table, logits) = (tables[at].as_slice(), LogitsRequest::All);
+                batch.push(SeqStep { tokens, start, block_table, logits, adapter: *adapter });
+                of.extend(tokens.iter().map(|_| at));
+            }
+            executor.execute(&batch, &mut logits).unwrap();
+            for (row, at) in of.into_iter().enumerate() {
+                found[at].extend(bits(logits.row(row)));
+            }
+        }
+        assert!(found == alone, "{family}");
+    }
+}
+
+#[test]
+#[should_panic(expected = "an adapter of the executor")]
+fn an_unknown_adapter_panics() {
+    let table = blocks(0, 1);
+    let (tokens, logits) = ([1], LogitsRequest::Last);
+    let step = SeqStep { tokens: &tokens, start: 0, block_table: &table, logits, adapter: FIRST };
+    drop(executor(&config("Llama"), |_| ()).execute(&[step], &mut Logits::default()));
 }
 
 #[test]
@@ -318,7 +434,8 @@ fn the_callback_runs_in_every_phase_of_a_step() {
     let config = config("Llama");
     let mut executor = executor(&config, |options| options.threads = 1);
     let (mut looks, table) = (0, blocks(0, 1));
-    let step = SeqStep { tokens: &[1], start: 0, block_table: &table, logits: LogitsRequest::Last };
+    let step =
+        SeqStep { tokens: &[1], start: 0, block_table: &table, logits: LogitsRequest::Last, adapter: None };
     executor.run(&[step], &mut Logits::default(), &mut || looks += 1).unwrap();
     // Products of the layer's four matrices, rotation, attention, and the phase after a projection.
     assert!(looks >= 6 * config.layers, "{looks} looks in {} layers", config.layers);
@@ -341,7 +458,13 @@ fn progress_ends_at_the_total() {
 fn a_step_that_writes_blocks_of_another_sequence_panics() {
     let mut executor = executor(&config("Qwen3"), |_| ());
     let (ours, theirs) = ([BlockId(3), BlockId(4)], [BlockId(3), BlockId(5)]);
-    let step = |start, block_table| SeqStep { tokens: &[1], start, block_table, logits: LogitsRequest::Last };
+    let step = |start, block_table| SeqStep {
+        tokens: &[1],
+        start,
+        block_table,
+        logits: LogitsRequest::Last,
+        adapter: None,
+    };
     // Blocks of eight tokens: one sequence writes the first block's last position, and the other continues after it.
     drop(executor.execute(&[step(7, &ours[..]), step(8, &theirs[..])], &mut Logits::default()));
 }

@@ -7,6 +7,7 @@
     reason = "calls into functions compiled for detected instruction sets, see `for_each_isa`"
 )]
 
+use super::bf16::round;
 use super::isa::for_each_isa;
 
 /// Lanes of every sum.
@@ -166,6 +167,36 @@ for_each_isa! {
     }
 }
 
+/// Sum of products of `read(x)` and `y`, which have the same length.
+#[inline(always)]
+fn sum_of_products(x: &[f32], y: &[f32], read: impl Fn(f32) -> f32) -> f32 {
+    let mut lanes = [0.0; LANES];
+    let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<LANES>(), y.as_chunks::<LANES>());
+    for (x, y) in x.iter().zip(y) {
+        for ((lane, x), y) in lanes.iter_mut().zip(x).zip(y) {
+            *lane = read(*x).mul_add(*y, *lane);
+        }
+    }
+    for ((lane, x), y) in lanes.iter_mut().zip(x_rest).zip(y_rest) {
+        *lane = read(*x).mul_add(*y, *lane);
+    }
+    add_lanes(lanes)
+}
+
+for_each_isa! {
+    /// Sum of products. Both have the same length.
+    pub(super) fn dot(x: &[f32], y: &[f32]) -> f32 {
+        sum_of_products(x, y, |x| x)
+    }
+}
+
+for_each_isa! {
+    /// As [`dot`], with the values of `x` rounded to bf16.
+    pub(super) fn dot_rounded(x: &[f32], y: &[f32]) -> f32 {
+        sum_of_products(x, y, |x| f32::from_bits(u32::from(round(x)) << 16))
+    }
+}
+
 for_each_isa! {
     /// `x *= factor`.
     pub(super) fn scale(x: &mut [f32], factor: f32) {
@@ -281,7 +312,8 @@ mod tests {
                     add_scaled(isa, &mut capped, &gelu, 0.3);
                     scale(isa, &mut capped, 1.7);
                     let bits = |v: &[f32]| v.iter().map(|f| f.to_bits()).collect::<Vec<_>>();
-                    (bits(&norm), bits(&act), bits(&soft), bits(&capped), sum.to_bits())
+                    let sums = [sum, dot(isa, &x, &y), dot_rounded(isa, &x, &y)].map(f32::to_bits);
+                    (bits(&norm), bits(&act), bits(&soft), bits(&capped), sums)
                 })
                 .collect();
             assert!(all.iter().all(|one| *one == all[0]), "length {len}");

@@ -307,7 +307,13 @@ mod tests {
     #[test]
     fn a_decode_step_lies_where_every_step_of_its_bucket_lies() {
         let table = table(5);
-        let step = |start| SeqStep { tokens: &[7], start, block_table: &table, logits: LogitsRequest::Last };
+        let step = |start| SeqStep {
+            tokens: &[7],
+            start,
+            block_table: &table,
+            logits: LogitsRequest::Last,
+            adapter: None,
+        };
         let three = StepPlan::new(&[step(0), step(20), step(79)], &BOUNDS).unwrap();
         let four = StepPlan::new(&[step(1), step(2), step(3), step(70)], &BOUNDS).unwrap();
         assert_eq!((three.bucket, three.rows, three.sequences, three.wanted_real), (Some(4), 4, 4, 3));
@@ -350,8 +356,20 @@ mod tests {
     fn a_prompt_is_cut_into_tiles_beside_sequences_of_one_token() {
         let (table, prompt) = (table(10), [1; 130]);
         let batch = [
-            SeqStep { tokens: &[7], start: 30, block_table: &table, logits: LogitsRequest::Last },
-            SeqStep { tokens: &prompt, start: 20, block_table: &table, logits: LogitsRequest::No },
+            SeqStep {
+                tokens: &[7],
+                start: 30,
+                block_table: &table,
+                logits: LogitsRequest::Last,
+                adapter: None,
+            },
+            SeqStep {
+                tokens: &prompt,
+                start: 20,
+                block_table: &table,
+                logits: LogitsRequest::No,
+                adapter: None,
+            },
         ];
         let plan = StepPlan::new(&batch, &BOUNDS).unwrap();
         assert_eq!((plan.bucket, plan.rows, plan.sequences, plan.tile_count), (None, 131, 1, 3));
@@ -363,7 +381,7 @@ mod tests {
     fn rows_are_sampled_on_the_device_where_supported_and_else_on_the_host() {
         let table = table(5);
         let draw = Draw { temperature: 0.5, top_k: 3, top_p: 0.9, min_p: 0.0, fraction: 5 << 32 | 6 };
-        let step = |logits| SeqStep { tokens: &[7], start: 0, block_table: &table, logits };
+        let step = |logits| SeqStep { tokens: &[7], start: 0, block_table: &table, logits, adapter: None };
         let both =
             StepPlan::new(&[step(LogitsRequest::Draw(draw)), step(LogitsRequest::Draw(draw))], &BOUNDS);
         let both = both.unwrap();
@@ -388,7 +406,7 @@ mod tests {
         let table = table(5);
         let params = SamplingParams { temperature: 0.5, seed: 9, ..SamplingParams::default() };
         let draws = DrawSeries::of(&params, TokenPosition { position: 21, generated: 2 }).unwrap();
-        let step = |tokens, logits| SeqStep { tokens, start: 20, block_table: &table, logits };
+        let step = |tokens, logits| SeqStep { tokens, start: 20, block_table: &table, logits, adapter: None };
         let batch = [step(&[7, 8, 9], LogitsRequest::DrawEach(draws)), step(&[7], LogitsRequest::Last)];
         let plan = StepPlan::new(&batch, &BOUNDS).unwrap();
         assert_eq!((plan.bucket, plan.sampled), (None, true));
@@ -403,8 +421,13 @@ mod tests {
     #[test]
     fn out_of_range_values_are_refused_before_conversion() {
         let (table, far) = (table(5), [BlockId(64)]);
-        let step =
-            |tokens, start, block_table| SeqStep { tokens, start, block_table, logits: LogitsRequest::No };
+        let step = |tokens, start, block_table| SeqStep {
+            tokens,
+            start,
+            block_table,
+            logits: LogitsRequest::No,
+            adapter: None,
+        };
         for wrong in [
             step(&[], 0, &table),
             step(&[100], 0, &table),

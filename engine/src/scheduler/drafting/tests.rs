@@ -77,6 +77,7 @@ impl DraftModel {
             admitted_with_first: false,
             cache_salt: None,
             prompt_logprobs: None,
+            adapter: None,
         };
         self.scheduler.submit(new).expect("accepted");
         self.scheduler.allow_drafts(SeqId(id));

@@ -34,8 +34,13 @@ pub(crate) fn digests_of_rank(node: &Node, rank: usize) -> BTreeMap<String, (u32
 
 /// Chained hashes of the full blocks of a sequence.
 pub(crate) fn hashes(prompt: &[u32]) -> Vec<String> {
+    hashes_by(None, prompt)
+}
+
+/// As [`hashes`], with the adapter of this digest.
+pub(crate) fn hashes_by(adapter: Option<&[u8; 32]>, prompt: &[u32]) -> Vec<String> {
     let mut hashes = Vec::new();
-    hash::extend(&mut hashes, prompt, BLOCK, None);
+    hash::extend_with(&mut hashes, prompt, BLOCK, None, adapter);
     hashes.iter().map(ToString::to_string).collect()
 }
 

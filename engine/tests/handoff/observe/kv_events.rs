@@ -13,6 +13,7 @@ use zeromq::{Socket, SocketRecv, SubSocket};
 use super::digests::digests_of_rank;
 use crate::data_parallel::at;
 use crate::harness::cluster::{BLOCK, LLAMA, Node, greedy, options, prompt, with};
+use crate::requests::adapters::serve;
 use crate::tiers::{SMALL_POOL, host, rested};
 
 /// Longer than any message takes on a loaded machine.
@@ -185,6 +186,24 @@ fn a_stored_block_has_the_tokens_and_the_salt_of_its_prompt() {
     assert_eq!(ids, tokens[..3 * BLOCK].iter().map(|token| Value::from(*token)).collect::<Vec<_>>());
     assert_eq!(keys, [json!(["tenant"]), Value::Null, Value::Null]);
     assert_eq!(subscriber.stored[0]["parent_block_hash"], Value::Null);
+}
+
+#[test]
+fn a_stored_block_of_an_adapter_has_its_name() {
+    let node = publishing(|options| serve(options, &[("chat", "llama3-other"), ("sql", "llama3-all")]));
+    let mut subscriber = Subscriber::new(&node, 0);
+    let body = greedy(&prompt(1, 2 * BLOCK + 1), 1);
+    at(&node, "0", "/v1/completions", &body).ok();
+    let salted = with(&body, "cache_salt", json!("tenant"));
+    at(&node, "0", "/v1/completions", &with(&salted, "model", json!("sql"))).ok();
+    subscriber.until("two blocks of each", |known| known.device.len() == 4);
+    let stored = &subscriber.stored;
+    assert_eq!((&stored[0]["lora_id"], &stored[0]["lora_name"]), (&Value::Null, &Value::Null));
+    let of_adapter: Vec<_> = stored.iter().filter(|event| event["lora_name"] == "sql").collect();
+    assert!(!of_adapter.is_empty() && of_adapter.iter().all(|event| event["lora_id"] == 2));
+    let keys = of_adapter.iter().filter_map(|event| event["extra_keys"].as_array());
+    let keys: Vec<Value> = keys.flatten().cloned().collect();
+    assert_eq!(keys, [json!(["sql", "tenant"]), json!(["sql"])]);
 }
 
 #[test]

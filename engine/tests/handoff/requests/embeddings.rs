@@ -80,7 +80,7 @@ fn the_example_of_the_reference_is_served() {
     let (_, section) = page.split_once("## Embeddings").expect("the section");
     let (_, rest) = section.split_once("```json\n").expect("an example");
     let example: Value = serde_json::from_str(rest.split("```").next().unwrap_or_default()).expect("JSON");
-    let engine = node(|options| options.served_model_name = example["model"].as_str().map(str::to_owned));
+    let engine = node(|options| options.served.model = example["model"].as_str().map(str::to_owned));
     let found = vectors(&engine.post("/v1/embeddings", &example).ok());
     assert_eq!(found.len(), 2);
     for vector in found {

@@ -1,5 +1,6 @@
-//! Embeddings, and the fields of a request: ends of texts, restrictions of tokens, log-probabilities of prompts.
+//! Adapters, embeddings, and the fields of a request: ends of texts, restrictions of tokens, log-probabilities of prompts.
 
+pub(crate) mod adapters;
 pub(crate) mod chats;
 pub(crate) mod embeddings;
 pub(crate) mod examples;

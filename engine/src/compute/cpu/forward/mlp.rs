@@ -10,6 +10,7 @@ use crate::compute::cpu::network::CpuDense;
 use crate::compute::cpu::rows::{Rows, SharedPtr};
 use crate::compute::cpu::thread_pool::Worker;
 use crate::compute::cpu::vector;
+use crate::model::lora::LoraSite;
 use crate::model::spec::Activation;
 
 /// Items per worker in a phase over experts.
@@ -23,12 +24,19 @@ impl Step<'_> {
         &self,
         worker: &Worker<'_>,
         scratch: &mut WorkerScratch,
+        layer: usize,
         dense: &CpuDense,
         norms: AddNorms<'_>,
     ) {
-        self.gate_up(worker, scratch, dense);
-        let down =
-            Projection { matrix: &dense.down, bias: dense.down_bias.as_deref(), x: self.rows.gate, norms };
+        self.shrink(worker, layer, LoraSite::GateUp, self.rows.normed.wide);
+        self.gate_up(worker, scratch, layer, dense);
+        let down = Projection {
+            matrix: &dense.down,
+            bias: dense.down_bias.as_deref(),
+            x: self.rows.gate,
+            norms,
+            site: (layer, LoraSite::Down),
+        };
         self.project(worker, scratch, down);
     }
 
@@ -42,8 +50,9 @@ impl Step<'_> {
 
     /// Gate and up, activated. Both products have the same items, and the worker that computes an item of both
     /// activates it.
-    fn gate_up(&self, worker: &Worker<'_>, scratch: &mut WorkerScratch, dense: &CpuDense) {
+    fn gate_up(&self, worker: &Worker<'_>, scratch: &mut WorkerScratch, layer: usize, dense: &CpuDense) {
         let (gate_rows, up_rows) = (self.rows.gate, self.rows.up);
+        let width = dense.gate.outputs();
         // SAFETY: as in `product`.
         let (gate, up) = unsafe {
             (
@@ -59,7 +68,9 @@ impl Step<'_> {
                         add_to_each(self.isa, gate, &gate_bias[columns.clone()]);
                         add_to_each(self.isa, up, &up_bias[columns.clone()]);
                     }
+                    self.expand_panels(layer, &rows, &columns, width, (&mut *gate, &mut *up));
                     self.activate(gate, up);
+                    self.keep_adapted(gate_rows.wide, &rows, &columns, gate);
                     // SAFETY: rows and columns of an item belong to it alone.
                     unsafe {
                         gate_rows.finish_panel(self.isa, rows.start, columns.start, columns.len(), gate);
@@ -69,14 +80,16 @@ impl Step<'_> {
             return;
         }
         worker.each(gate.items(), |item| {
-            self.gate_up_item(scratch, dense, (&gate, &up), (gate_rows, up_rows), item);
+            self.gate_up_item(scratch, Some(layer), dense, (&gate, &up), (gate_rows, up_rows), item);
         });
     }
 
-    /// One item of both products, which writes the given rows.
+    /// One item of both products, which writes the given rows. Those of a layer are those of the batch; those of experts
+    /// have no adapter.
     fn gate_up_item(
         &self,
         scratch: &mut WorkerScratch,
+        layer: Option<usize>,
         dense: &CpuDense,
         (gate, up): (&Product<'_>, &Product<'_>),
         (gate_rows, up_rows): (ProductInputs, Rows),
@@ -98,6 +111,9 @@ impl Step<'_> {
             if let Some((gate_bias, up_bias)) = &dense.gate_up_bias {
                 vector::add(self.isa, gate, &gate_bias[columns.clone()]);
                 vector::add(self.isa, up, &up_bias[columns.clone()]);
+            }
+            if let Some(layer) = layer {
+                self.expand_gate_up(layer, row, &columns, width, (&mut *gate, &mut *up));
             }
             self.activate(gate, up);
             // SAFETY: as above.
@@ -185,7 +201,7 @@ impl Step<'_> {
             };
             let (gate, up) = (plan(&dense.gate, gate_rows.wide), plan(&dense.up, up_rows));
             for item in (item..gate.items()).step_by(distance) {
-                self.gate_up_item(scratch, dense, (&gate, &up), (gate_rows, up_rows), item);
+                self.gate_up_item(scratch, None, dense, (&gate, &up), (gate_rows, up_rows), item);
             }
         });
     }
