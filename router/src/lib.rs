@@ -16,7 +16,7 @@
 //! | [`config`] | the YAML file, checked |
 //! | `metrics` | registry, families, labels, the text page, the limiter of repeated log lines |
 //! | `message` | contents of requests and responses, pure but for minted ids: paths, features, rewriting, SSE, usage |
-//! | `anthropic` | the Messages API: errors, translation to chats and back |
+//! | `envelope` | the form of errors: OpenAI's, or Anthropic's |
 //! | `tls` | certificates and handshakes, towards clients and engines |
 //! | `auth` | API keys, tenants, limits, cache salts; access to the admin listener |
 //! | `engines` | an engine: HTTP client, health, load, known caches, membership; memory of bodies; address redaction |
@@ -38,11 +38,11 @@
 
 mod admin;
 mod admission;
-mod anthropic;
 mod auth;
 mod client;
 pub mod config;
 mod engines;
+mod envelope;
 mod exchange;
 mod legs;
 mod message;

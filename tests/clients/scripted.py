@@ -50,6 +50,9 @@ class Engine(http.server.BaseHTTPRequestHandler):
         handlers = {"/v1/chat/completions": self.chat, "/v1/responses": self.respond}
         if self.path not in handlers:
             return self.answer(404, {"detail": "Not Found"})
+        if not body:
+            # The router asks whether the engine has the path.
+            return self.answer(400, {"object": "error", "message": "input is missing", "type": "BadRequestError", "code": 400})
         prefills = params.get("do_remote_decode")
         Engine.legs["P" if prefills else "D"] += 1
         return handlers[self.path](body, {"kv_transfer_params": HANDOFF} if prefills else {})

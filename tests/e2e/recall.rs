@@ -26,6 +26,30 @@ fn facts_of_the_prompt_are_recalled_behind_the_handoff() {
     cluster.settled(AT_ONCE);
 }
 
+/// The router learns that these engines want chats of it, and translates.
+#[test]
+fn facts_are_recalled_in_messages_and_responses_behind_the_handoff() {
+    let prompts: Value = serde_json::from_str(include_str!("../../engine/models/demo/prompts.json"))
+        .expect("the file is JSON");
+    let cluster = Cluster::new().start();
+    let prompts = &prompts.as_array().expect("a list")[..5];
+    for prompt in prompts {
+        let turns = &prompt["messages"];
+        let chat = GenerateRequest::chat(turns.clone());
+        let message = GenerateRequest { path: "/v1/messages", ..chat.clone() };
+        let reply = cluster.ask(&message).json();
+        assert_eq!(reply["content"][0]["text"], prompt["answer"], "{reply}");
+        let response = GenerateRequest { path: "/v1/responses", ..chat };
+        let response = response.with("input", turns.clone()).with("max_output_tokens", json!(200));
+        let reply = cluster.ask(&response).json();
+        assert_eq!(reply["output"][0]["content"][0]["text"], prompt["answer"], "{reply}");
+        assert_eq!(reply["status"], "completed");
+    }
+    let fetched = cluster.decode[0].metric("vllm:external_prefix_cache_hits_total", "");
+    assert!(fetched > 50.0, "the prompts' blocks came from the prefill engine: {fetched}");
+    cluster.settled(AT_ONCE);
+}
+
 #[test]
 fn log_probabilities_of_a_prompt_are_of_one_engine_and_restrictions_hold_behind_a_handoff() {
     let cluster = Cluster::new().start();

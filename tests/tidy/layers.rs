@@ -46,7 +46,7 @@ const LAYERS: &[(&str, &[&str])] = &[
             "config",
             "metrics",
             "message",
-            "anthropic",
+            "envelope",
             "tls",
             "auth",
             "engines",

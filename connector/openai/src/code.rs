@@ -147,7 +147,7 @@ codes! {
     HeadTooLarge "head_too_large" [431], InvalidRequest, Router, "The request's head is over the limit.";
     ClientGone "client_gone" [499], ClientGone, Engine, "The client disconnected before the response. Only in logs.";
     InternalError "internal_error" [500], Server, Engine, "Internal error of the engine.";
-    BadGateway "bad_gateway" [502], Server, Router, "An engine failed while it worked on the request.";
+    BadGateway "bad_gateway" [502], Server, Both, "An engine failed while it worked on the request.";
     Misconfigured "misconfigured" [502], Server, Router,
         "An engine refuses this router's cluster secret or API key. The operator must fix it.";
     MisconfiguredModel "misconfigured_model" [502], Server, Router,

@@ -3,6 +3,7 @@
 //! Pure: bytes in, types out, and back. No sockets, no clock, no model. The router works on the JSON object itself
 //! ([`parse_object`]), so that unknown fields pass through unchanged, and checks it with [`GenerateRequest::from_map`].
 //! The engine reads the same type and answers through [`ReplyHead`]. [`cluster`] has the requests of routers and tools.
+//! [`translate`] makes Messages and Responses chats, and chats their replies.
 //!
 //! ```text
 //!  body ──▶ parse_object ──▶ Map ──▶ GenerateRequest::from_map ──▶ engine
@@ -33,6 +34,7 @@ mod sanitize;
 pub mod scan;
 mod shape;
 pub mod sse;
+pub mod translate;
 
 pub use body::parse_object;
 pub use code::{Code, ErrorKind};
@@ -53,6 +55,7 @@ pub use response::{
 pub use raw::{RawBody, RequestOutline, strip};
 pub use recover::recover_member;
 pub use scan::{FieldLevel, InternalFields};
+pub use translate::{StreamTranslator, TranslatedApi, Translation};
 
 use serde_json::{Map, Value};
 

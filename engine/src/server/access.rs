@@ -15,13 +15,19 @@ pub(super) fn authorize(frontend: &Frontend, headers: &HeaderMap) -> Result<(), 
 }
 
 /// The request's name in a reply's `id`. The id has the endpoint's prefix, as in vLLM, and a suffix that
-/// distinguishes replies to the same name.
+/// distinguishes replies to the same name. A name may begin like the id of a message or a response, which always has
+/// the suffix.
 pub(super) fn bare_id(id: &str) -> &str {
-    let Some(rest) = id.strip_prefix("chatcmpl-").or_else(|| id.strip_prefix("cmpl-")) else { return id };
     let is_mark = |mark: &str| mark.len() == 16 && mark.bytes().all(|byte| byte.is_ascii_hexdigit());
-    rest.rsplit_once('.')
-        .filter(|(name, mark)| !name.is_empty() && is_mark(mark))
-        .map_or(rest, |(name, _)| name)
+    let name_end = |rest: &str| -> Option<usize> {
+        let (name, mark) = rest.rsplit_once('.')?;
+        (!name.is_empty() && is_mark(mark)).then_some(name.len())
+    };
+    if let Some(rest) = id.strip_prefix("msg_").or_else(|| id.strip_prefix("resp_")) {
+        return name_end(rest).map_or(id, |end| &rest[..end]);
+    }
+    let Some(rest) = id.strip_prefix("chatcmpl-").or_else(|| id.strip_prefix("cmpl-")) else { return id };
+    name_end(rest).map_or(rest, |end| &rest[..end])
 }
 
 /// A random number.

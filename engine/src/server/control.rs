@@ -11,6 +11,7 @@ use baton_connector::{Handle, RequestId};
 use baton_openai::cluster;
 use baton_openai::path::model_at;
 use baton_openai::response::{DetokenizeReply, TokenizeReply, models as model_list};
+use baton_openai::translate::messages;
 use baton_openai::{ApiError, DetokenizeRequest, Object, TokenizeRequest, parse_object};
 use hyper::body::Incoming;
 use hyper::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
@@ -188,14 +189,26 @@ pub(super) async fn answer(
 /// `POST /tokenize`.
 pub(super) fn tokenize(frontend: &Frontend, body: &[u8]) -> Result<Reply, ApiError> {
     let request = TokenizeRequest::from_map(&parse_object(body, &frontend.limits)?, &frontend.limits)?;
-    frontend.model.adapter(request.model.as_deref())?;
-    let mut prompts = frontend.model.encode(&request.input, request.add_special_tokens, None)?;
-    let tokens = prompts.pop().ok_or_else(|| ApiError::invalid("prompt", "there is no prompt"))?;
+    let tokens = tokens(frontend, &request)?;
     let spelled = |id: &u32| frontend.model.tokenizer.spelling(*id).unwrap_or_default();
     let token_strs = request.return_token_strs.then(|| tokens.iter().map(spelled).collect());
     let reply =
         TokenizeReply { count: tokens.len(), max_model_len: frontend.model.capacity, tokens, token_strs };
     Ok(reply::json(StatusCode::OK, reply.to_bytes()))
+}
+
+fn tokens(frontend: &Frontend, request: &TokenizeRequest) -> Result<Vec<u32>, ApiError> {
+    frontend.model.adapter(request.model.as_deref())?;
+    let mut prompts = frontend.model.encode(&request.input, request.add_special_tokens, None)?;
+    prompts.pop().ok_or_else(|| ApiError::invalid("prompt", "there is no prompt"))
+}
+
+/// `POST /v1/messages/count_tokens`: the tokens of the chat that a request of Messages is translated to.
+pub(super) fn count_tokens(frontend: &Frontend, body: &[u8]) -> Result<Reply, ApiError> {
+    let chat = messages::to_tokenize(&parse_object(body, &frontend.limits)?)?;
+    let request = TokenizeRequest::from_map(&chat, &frontend.limits)?;
+    let count = tokens(frontend, &request)?.len();
+    Ok(reply::json(StatusCode::OK, json!({"input_tokens": count}).to_string()))
 }
 
 /// `POST /detokenize`.
@@ -216,6 +229,12 @@ mod tests {
             ["a.b", "cmpl-a.b", "chatcmpl-a.b", "cmpl-a.b.0123456789abcdef", "chatcmpl-a.b.0123456789abcdef"]
         {
             assert_eq!(bare_id(id), "a.b", "{id}");
+        }
+        for id in ["msg_a.b.0123456789abcdef", "resp_a.b.0123456789abcdef"] {
+            assert_eq!(bare_id(id), "a.b", "{id}");
+        }
+        for id in ["msg_a.b", "resp_a", "msg_.0123456789abcdef"] {
+            assert_eq!(bare_id(id), id, "a name may begin like an id");
         }
         // A name may end like an id.
         for id in ["a.0123456789abcdef", ".0123456789abcdef"] {

@@ -1,8 +1,10 @@
-//! `/v1/completions` and `/v1/chat/completions`: from a body to a reply or a stream.
+//! `/v1/completions`, `/v1/chat/completions` and the APIs that are answered as chats (`api.rs`): from a body to a reply
+//! or a stream.
 //!
 //! The head of a stream is sent with its first event. A refusal, a failed fetch or a full queue is therefore a status
 //! and an envelope, never a broken stream.
 
+mod api;
 mod early;
 mod parsed;
 mod prompt_logprobs;
@@ -18,7 +20,7 @@ use baton_connector::fetch::FailureKind;
 use baton_connector::{Handoff, RequestId};
 use baton_openai::{
     ApiError, Code, Endpoint, FinishedChoice, GenerateRequest, MessageParts, ReplyHead, TokenLogprob,
-    parse_object,
+    Translation, parse_object,
 };
 use bytes::Bytes;
 use http_body_util::BodyExt;
@@ -46,6 +48,8 @@ use crate::run::rank::DpRank;
 use crate::sampling::SampledLogprobs;
 use crate::scheduler::Refusal;
 use crate::scheduler::sequence::Purpose;
+pub(super) use api::GenerateApi;
+use api::ReplyForm;
 use parsed::ParsedChoice;
 
 /// The request's name, minted by the router.
@@ -55,7 +59,7 @@ pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id"
 pub(super) struct GenerateTask {
     frontend: Arc<Frontend>,
     request: GenerateRequest,
-    head: ReplyHead,
+    form: ReplyForm,
     events: Receiver<(u32, SeqEvent)>,
     guard: SequenceGuard,
     choices: Vec<Choice>,
@@ -84,20 +88,20 @@ pub(super) enum GenerateProgress {
 /// handoff that has arrived must be released, even if its connection has ended meanwhile.
 pub(super) fn answer(
     frontend: Arc<Frontend>,
-    endpoint: Endpoint,
+    api: GenerateApi,
     request: Request<Incoming>,
     begin: &TaskSpawner,
 ) -> impl Future<Output = Result<Reply, ApiError>> + Send + use<> {
     let (caller, gone) = oneshot::channel();
     let reading = request_id(request.headers())
         .ok_or_else(|| ApiError::internal("the system has no randomness"))
-        .map(|id| (id.clone(), begin.spawn(read(Arc::clone(&frontend), endpoint, id, request, gone))));
+        .map(|id| (id.clone(), begin.spawn(read(Arc::clone(&frontend), api, id, request, gone))));
     async move {
         // Dropped with this future.
         let _caller = caller;
         let (id, reading) = reading?;
-        let (request, admitted) = reading.await?;
-        let mut task = GenerateTask::start(frontend, request, admitted, &id)?;
+        let (request, translation, admitted) = reading.await?;
+        let mut task = GenerateTask::start(frontend, request, translation, admitted, &id)?;
         let first = task.next().await?;
         if task.request.stream {
             return Ok(event_stream(stream::StreamBody::new(task, first)));
@@ -113,23 +117,26 @@ pub(super) fn answer(
     }
 }
 
+/// A request, what its reply is translated to, and its sequences.
+type ReadRequest = (GenerateRequest, Option<Translation>, AdmittedRequest);
+
 /// Reads a request and checks it. A constraint is compiled until the sender of `gone` is dropped.
 async fn read(
     frontend: Arc<Frontend>,
-    endpoint: Endpoint,
+    api: GenerateApi,
     id: RequestId,
     request: Request<Incoming>,
     gone: oneshot::Receiver<()>,
-) -> Result<(GenerateRequest, AdmittedRequest), ApiError> {
+) -> Result<ReadRequest, ApiError> {
     let arrived = Instant::now();
     let bodies = Arc::clone(&frontend.bodies.requests);
     let (headers, body) = read_body(&frontend, request).await?;
     let inline = body.len() <= INLINE_BYTES;
     let reader = Arc::clone(&frontend);
-    let work = move || prepare(&reader, endpoint, &headers, &id, &body, arrived);
-    let (request, admitted) = if inline { work()? } else { bodies.run_blocking(work).await? };
-    let admitted = structured::constrain(&frontend, &request, admitted, gone).await?;
-    Ok((request, admitted))
+    let work = move || prepare(&reader, api, &headers, &id, &body, arrived);
+    let (request, translation, admitted) = if inline { work()? } else { bodies.run_blocking(work).await? };
+    let admitted = structured::constrain(&frontend, &request, admitted, gone).await;
+    Ok((request, translation, admitted.map_err(|error| api.named(error))?))
 }
 
 /// Reads a body. A broken one releases the lease that it names.
@@ -161,7 +168,7 @@ pub(super) fn name(request: &mut Request<Incoming>) -> Option<HeaderValue> {
     if request_id(request.headers()).is_some() {
         return request.headers().get(&REQUEST_ID).cloned();
     }
-    Endpoint::at(request.uri().path()).filter(|_| request.method() == Method::POST)?;
+    GenerateApi::at(request.uri().path()).filter(|_| request.method() == Method::POST)?;
     let number = u128::from_ne_bytes(random_bytes().ok()?);
     let minted = HeaderValue::from_str(&format!("{number:032x}")).ok()?;
     request.headers_mut().insert(REQUEST_ID, minted.clone());
@@ -171,25 +178,28 @@ pub(super) fn name(request: &mut Request<Incoming>) -> Option<HeaderValue> {
 /// Prepares a request for the queue. The intent is read first, so that every later error releases the handoff.
 fn prepare(
     frontend: &Arc<Frontend>,
-    endpoint: Endpoint,
+    api: GenerateApi,
     headers: &HeaderMap,
     id: &RequestId,
     body: &[u8],
     arrived: Instant,
-) -> Result<(GenerateRequest, AdmittedRequest), ApiError> {
+) -> Result<ReadRequest, ApiError> {
     let map = parse_object(body, &frontend.limits)
         .inspect_err(|error| transfer_params::release_broken(frontend, headers, body, error))?;
+    api.check_asker(&map, headers)?;
     let request_guard = frontend.begin_request(headers);
     let core = request_guard.as_ref().map_or(&frontend.cores[0], |guard| guard);
     let TransferOffer { intent, guard } = TransferOffer::read(frontend, core, map.get(PARAMS), headers);
     let judge = || {
         let (intent, request_guard) = (intent?, request_guard?);
-        let request = GenerateRequest::from_map(endpoint, &map, &frontend.limits)?;
+        let (request, translation) = api.read(&map, &frontend.limits)?;
         let admitted = admit::admit(frontend, &request, id, &intent, request_guard, arrived)?;
-        Ok((request, admitted))
+        Ok((request, translation, admitted))
     };
-    match judge() {
-        Ok((request, admitted)) => Ok((request, AdmittedRequest { handoff: guard, ..admitted })),
+    match judge().map_err(|error| api.named(error)) {
+        Ok((request, translation, admitted)) => {
+            Ok((request, translation, AdmittedRequest { handoff: guard, ..admitted }))
+        }
         Err(error) => {
             if let Some(guard) = guard {
                 guard.refuse(&error);
@@ -204,6 +214,7 @@ impl GenerateTask {
     fn start(
         frontend: Arc<Frontend>,
         request: GenerateRequest,
+        translation: Option<Translation>,
         admitted: AdmittedRequest,
         id: &RequestId,
     ) -> Result<Self, ApiError> {
@@ -257,7 +268,7 @@ impl GenerateTask {
             open: choices.len(),
             frontend,
             request,
-            head,
+            form: ReplyForm { head, translation },
             events,
             choices,
             prompt_scores: vec![Vec::new(); prompts.len()],
@@ -366,7 +377,8 @@ impl GenerateTask {
                 prompt_logprobs: self.request.prompt.logprobs.filter(|_| scored).map(own),
             });
         }
-        let bytes = self.head.full(&finished, &self.usage.usage(), self.params().as_ref());
+        // After an error the handoff is released, because no reply contains it.
+        let bytes = self.form.whole(&finished, &self.usage.usage(), self.params().as_ref())?;
         Ok((bytes, self.handoff.take()))
     }
 

@@ -4,13 +4,19 @@ use std::future::ready;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use baton_openai::{ApiError, Endpoint, path};
+use baton_openai::translate::messages;
+use baton_openai::{ApiError, path};
 use hyper::body::Incoming;
+use hyper::header::HeaderName;
 use hyper::{Method, Request, StatusCode};
 
-use super::reply::{Reply, error_reply, json};
+use super::generate::GenerateApi;
+use super::reply::{Reply, error_reply, json, message_error};
 use super::task_spawner::TaskSpawner;
 use super::{Frontend, control, debug, embeddings, generate, transfer_params};
+
+/// Anthropic's name of the header with a request's name.
+const MESSAGES_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
 
 /// A pending answer.
 type ReplyFuture = Pin<Box<dyn Future<Output = Result<Reply, ApiError>> + Send>>;
@@ -24,10 +30,17 @@ pub(super) fn route(
 ) -> impl Future<Output = Reply> + Send + 'static + use<> {
     let mut request = request;
     let name = generate::name(&mut request);
+    let is_of_messages = messages::is_at(request.uri().path());
+    // A router acts by the code, which Anthropic's envelope has not, and gives the client its own.
+    let is_for_router = request.headers().contains_key(transfer_params::ROUTER_SETTLES);
     let answer = dispatch(frontend, request, begin);
     async move {
-        let mut reply = answer.await.unwrap_or_else(|error| error_reply(&error));
+        let form = if is_of_messages && !is_for_router { message_error } else { error_reply };
+        let mut reply = answer.await.unwrap_or_else(|error| form(&error));
         if let Some(name) = name {
+            if is_of_messages {
+                reply.headers_mut().insert(MESSAGES_REQUEST_ID, name.clone());
+            }
             reply.headers_mut().insert(generate::REQUEST_ID, name);
         }
         reply
@@ -37,12 +50,16 @@ pub(super) fn route(
 fn dispatch(frontend: Arc<Frontend>, request: Request<Incoming>, begin: &TaskSpawner) -> ReplyFuture {
     let now = |answer: Result<Reply, ApiError>| -> ReplyFuture { Box::pin(ready(answer)) };
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    if method == Method::POST
+        && let Some(api) = GenerateApi::at(&path)
+    {
+        return Box::pin(generate::answer(frontend, api, request, begin));
+    }
     match (&method, path.as_str()) {
-        (&Method::POST, "/v1/completions" | "/v1/chat/completions") => {
-            let endpoint = Endpoint::at(&path).expect("both paths generate");
-            Box::pin(generate::answer(frontend, endpoint, request, begin))
-        }
         (&Method::POST, "/v1/embeddings") => Box::pin(embeddings::answer(frontend, request, begin)),
+        (&Method::POST, messages::COUNT_TOKENS) => {
+            Box::pin(control::answer(frontend, request, control::count_tokens))
+        }
         (&Method::POST, "/tokenize") => Box::pin(control::answer(frontend, request, control::tokenize)),
         (&Method::POST, "/detokenize") => Box::pin(control::answer(frontend, request, control::detokenize)),
         (&Method::POST, "/kv/release") => Box::pin(begin.spawn(control::release(frontend, request))),
@@ -76,10 +93,12 @@ fn dispatch(frontend: Arc<Frontend>, request: Request<Incoming>, begin: &TaskSpa
 }
 
 fn allowed(path: &str) -> Option<&'static str> {
+    if GenerateApi::at(path).is_some() {
+        return Some("POST");
+    }
     match path {
-        "/v1/completions"
-        | "/v1/chat/completions"
-        | "/v1/embeddings"
+        "/v1/embeddings"
+        | messages::COUNT_TOKENS
         | "/tokenize"
         | "/detokenize"
         | "/kv/release"

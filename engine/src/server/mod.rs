@@ -3,6 +3,7 @@
 //! | path | does |
 //! |---|---|
 //! | `POST /v1/completions`, `/v1/chat/completions` | generate, streamed or not |
+//! | `POST /v1/messages`, `/v1/responses` | the same, around a chat; `/v1/messages/count_tokens` counts |
 //! | `POST /v1/embeddings` | pooled hidden states of prompts |
 //! | `GET /v1/models`, `/v1/models/{id}` | the served model and its adapters |
 //! | `POST /tokenize`, `/detokenize` | the model's tokenizer |

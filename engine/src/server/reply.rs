@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use baton_openai::ApiError;
+use baton_openai::translate::messages;
 use bytes::{Bytes, BytesMut};
 use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt, Full};
@@ -32,8 +33,17 @@ pub(super) fn json(status: StatusCode, body: impl Into<Bytes>) -> Reply {
 
 /// An error in the OpenAI envelope.
 pub(super) fn error_reply(error: &ApiError) -> Reply {
+    error_with_body(error, error.to_bytes())
+}
+
+/// An error in the envelope of Anthropic's paths.
+pub(super) fn message_error(error: &ApiError) -> Reply {
+    error_with_body(error, messages::error_body(error))
+}
+
+fn error_with_body(error: &ApiError, body: Bytes) -> Reply {
     let status = StatusCode::from_u16(error.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-    let mut reply = json(status, error.to_bytes());
+    let mut reply = json(status, body);
     for (name, value) in error.headers() {
         if let Ok(value) = HeaderValue::from_str(&value) {
             reply.headers_mut().insert(name, value);

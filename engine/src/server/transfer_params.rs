@@ -30,7 +30,7 @@ use crate::run::rank::DpRank;
 pub(super) const PARAMS: &str = "kv_transfer_params";
 
 /// Sent by a router that tries other engines with the same handoff.
-const ROUTER_SETTLES: HeaderName = HeaderName::from_static("x-baton-router-settles");
+pub(super) const ROUTER_SETTLES: HeaderName = HeaderName::from_static("x-baton-router-settles");
 
 /// Sent by a router that can use a handoff before its blocks are computed.
 const EARLY_HANDOFF: HeaderName = HeaderName::from_static("x-baton-early-handoff");

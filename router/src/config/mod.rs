@@ -36,7 +36,7 @@ pub use listeners::{
     AdminConfig, ClientAuth, ClientHttp2, CorsConfig, EngineTlsConfig, ListenTlsConfig, PickerConfig,
 };
 pub use models::{
-    CapacityConfig, DisaggregateConfig, EngineHttp2, Fallback, MessagesMode, ModelConfig, PoolConfig,
+    ApiMode, CapacityConfig, DisaggregateConfig, EngineHttp2, Fallback, ModelConfig, PoolConfig,
     ProtocolSetting,
 };
 pub use observe::{AccessLogConfig, ExplainConfig, OtlpConfig, TelemetryConfig};

@@ -69,7 +69,11 @@ pub struct ModelConfig {
     /// How the router serves Anthropic's `/v1/messages`. Default `auto`.
     #[serde(default)]
     #[garde(skip)]
-    pub messages: MessagesMode,
+    pub messages: ApiMode,
+    /// How the router serves OpenAI's `/v1/responses`. Default `auto`.
+    #[serde(default)]
+    #[garde(skip)]
+    pub responses: ApiMode,
     /// Timeouts of this model that differ from the router's. Default: none.
     #[serde(default)]
     #[garde(dive)]
@@ -161,12 +165,12 @@ pub enum Fallback {
     None,
 }
 
-/// How the router serves Anthropic's Messages API.
+/// How the router serves an API that Baton's engines and others answer as a chat.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum MessagesMode {
-    /// As `native` if a decode engine has the endpoint, or else as `translate`. The router asks one at the first such
-    /// request, and again after a minute.
+pub enum ApiMode {
+    /// As `native` if a decode engine has the endpoint, or else as `translate`; the latter for Baton's engines. The router
+    /// asks one at the first such request, and again after a minute.
     #[default]
     Auto,
     /// The engines get the request.

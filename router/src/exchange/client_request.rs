@@ -16,11 +16,11 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use baton_connector::RequestId;
-use baton_openai::{ApiError, Code, Endpoint, RawBody, RequestOutline};
+use baton_openai::translate::messages;
+use baton_openai::{ApiError, Code, Endpoint, RawBody, RequestOutline, Translation};
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderValue};
 
-use crate::anthropic::{Translation, system};
 use crate::auth::{Auth, Identity};
 use crate::client::http::BodyError;
 use crate::client::session::{ClientGone, Session};
@@ -180,7 +180,7 @@ impl ClientRequest {
             model: &model.name,
             headers,
             body: &body,
-            system: &system::compared_bytes(system.unwrap_or_default()),
+            system: &messages::compared_bytes(system.unwrap_or_default()),
             user: outline.request.user.as_deref(),
             salts: salt.as_slice(),
             non_text,

@@ -14,6 +14,16 @@ pub(crate) enum RequestError {
     Refused(Refusal),
 }
 
+impl RequestError {
+    /// With another error for the client.
+    pub(crate) fn map(self, change: impl FnOnce(ApiError) -> ApiError) -> Self {
+        match self {
+            Self::ClientGone => Self::ClientGone,
+            Self::Refused(Refusal(error)) => Self::Refused(Refusal(change(error))),
+        }
+    }
+}
+
 impl From<ClientGone> for RequestError {
     fn from(ClientGone: ClientGone) -> Self {
         Self::ClientGone

@@ -2,7 +2,8 @@
 
 use std::borrow::Cow;
 
-use baton_openai::{ApiError, Endpoint, path};
+use baton_openai::translate::{messages, responses};
+use baton_openai::{ApiError, Endpoint, TranslatedApi, path};
 use hyper::Method;
 
 use crate::message::sse::StreamEnding;
@@ -23,18 +24,25 @@ pub(crate) enum Dialect {
 impl Dialect {
     /// The generating API at a path.
     pub(crate) fn at(path: &str) -> Option<Self> {
-        match path {
-            RESPONSES => Some(Self::Responses),
-            MESSAGES => Some(Self::Messages),
-            _ => Endpoint::at(path).map(Self::OpenAi),
+        match TranslatedApi::at(path) {
+            Some(api) => Some(Self::of(api)),
+            None => Endpoint::at(path).map(Self::OpenAi),
+        }
+    }
+
+    /// That of an API that may be translated, as engines that have it get it.
+    pub(crate) fn of(api: TranslatedApi) -> Self {
+        match api {
+            TranslatedApi::Messages => Self::Messages,
+            TranslatedApi::Responses => Self::Responses,
         }
     }
 
     pub(crate) fn path(self) -> &'static str {
         match self {
             Self::OpenAi(endpoint) => endpoint.path(),
-            Self::Responses => RESPONSES,
-            Self::Messages => MESSAGES,
+            Self::Responses => responses::PATH,
+            Self::Messages => messages::PATH,
             Self::Passthrough(path) => path,
         }
     }
@@ -70,16 +78,16 @@ impl Dialect {
         }
     }
 
-    /// Whether the path is Anthropic's.
-    pub(crate) fn is_of_messages(self) -> bool {
-        matches!(self, Self::Messages | Self::Passthrough(COUNT_TOKENS))
+    /// The API of a request that is translated for engines without it.
+    pub(crate) fn translated_api(self) -> Option<TranslatedApi> {
+        match self {
+            Self::Messages | Self::Passthrough(messages::COUNT_TOKENS) => Some(TranslatedApi::Messages),
+            Self::Responses => Some(TranslatedApi::Responses),
+            Self::OpenAi(_) | Self::Passthrough(_) => None,
+        }
     }
 }
 
-const RESPONSES: &str = "/v1/responses";
-/// Anthropic's Messages. Other paths of that API are below it.
-pub(crate) const MESSAGES: &str = "/v1/messages";
-const COUNT_TOKENS: &str = "/v1/messages/count_tokens";
 /// The tokens of a prompt or a conversation.
 pub(crate) const TOKENIZE: &str = "/tokenize";
 
@@ -96,7 +104,7 @@ const PASSTHROUGH_PATHS: [&str; 12] = [
     "/v1/classify",
     "/classify",
     "/pooling",
-    COUNT_TOKENS,
+    messages::COUNT_TOKENS,
 ];
 
 /// The route of a client's request.

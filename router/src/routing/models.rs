@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use baton_openai::ApiError;
+use baton_openai::{ApiError, TranslatedApi};
 
 use crate::admission::{Admission, ModelQueue};
 use crate::config::{
@@ -21,7 +21,7 @@ use crate::engines::protocol::learned::ProtocolTerms;
 use crate::message::features::FeatureNeeds;
 use crate::message::rewrite::ModelName;
 use crate::metrics::{Leg, ModelMetrics};
-use crate::routing::messages_support::MessagesSupport;
+use crate::routing::api_support::{ApiSupport, ModelApis};
 use crate::routing::pool::{Pool, PoolMember, PrefixTracking, has_labels};
 use crate::routing::tokenizer::Tokenizer;
 
@@ -120,7 +120,7 @@ pub(crate) struct Models {
     longest_request: Option<Duration>,
     by_name: HashMap<String, Arc<Model>>,
     /// By the models' own names.
-    messages: HashMap<String, Arc<MessagesSupport>>,
+    api_support: HashMap<String, ModelApis>,
     /// By the models' own names; of models with `tokenize`.
     tokenizers: HashMap<String, Arc<Tokenizer>>,
 }
@@ -240,7 +240,7 @@ impl Models {
     ) -> Self {
         let (mut list, mut by_name) = (Vec::<Arc<Model>>::new(), HashMap::new());
         let settlement = engine_settings(config, members);
-        let (mut messages, mut tokenizers) = (HashMap::new(), HashMap::new());
+        let (mut api_support, mut tokenizers) = (HashMap::new(), HashMap::new());
         for model in &config.models {
             let served = Arc::new(Model::new(
                 model,
@@ -254,7 +254,7 @@ impl Models {
             for name in std::iter::once(&model.name).chain(&model.aliases) {
                 by_name.insert(name.clone(), Arc::clone(&served));
             }
-            messages.insert(model.name.clone(), Arc::new(MessagesSupport::new(model.messages)));
+            api_support.insert(model.name.clone(), ModelApis::new(model));
             if model.tokenize.from == TokenizeSource::Engine {
                 // What was learnt of the engines outlives a reload.
                 let kept = previous.and_then(|previous| previous.tokenizers.get(&model.name));
@@ -267,7 +267,7 @@ impl Models {
         }
         let bounds: Option<Vec<Duration>> = list.iter().map(|model| model.bounds.request).collect();
         let longest_request = bounds.and_then(|bounds| bounds.into_iter().max());
-        Self { list, longest_request, by_name, messages, tokenizers }
+        Self { list, longest_request, by_name, api_support, tokenizers }
     }
 
     /// The model with this name; without a name the only model.
@@ -293,9 +293,9 @@ impl Models {
         self.longest_request
     }
 
-    /// Whether the engines of a model have Anthropic's Messages.
-    pub(crate) fn messages(&self, model: &Model) -> Option<&Arc<MessagesSupport>> {
-        self.messages.get(&model.name)
+    /// Whether the engines of a model have an API.
+    pub(crate) fn api_support(&self, model: &Model, api: TranslatedApi) -> Option<&Arc<ApiSupport>> {
+        self.api_support.get(&model.name).map(|apis| apis.of(api))
     }
 
     /// The tokenizer of a model, if the model has one.

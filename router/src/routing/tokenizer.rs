@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use baton_openai::translate::messages;
 use baton_openai::{Object, RawBody};
 use bytes::Bytes;
 use hyper::header::HeaderValue;
@@ -24,7 +25,6 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 use tokio::sync::Semaphore;
 
-use crate::anthropic::chat;
 use crate::config::TokenizeConfig;
 use crate::engines::health::Standing;
 use crate::engines::http::{Engine, EngineRequest};
@@ -271,7 +271,7 @@ impl TokenQuestion<'_> {
             TokenForm::TokenizeMessages => {
                 let body = self.body.write(&[model], &[]).concat();
                 let fields: Object = serde_json::from_slice(&body).ok()?;
-                let chat = chat::to_tokenize(&fields).ok()?;
+                let chat = messages::to_tokenize(&fields).ok()?;
                 Bytes::from(Value::Object(chat).to_string()).into()
             }
         })

@@ -10,11 +10,11 @@ use hyper::header::{HeaderMap, HeaderValue};
 
 use super::response::CommonHeaders;
 use crate::admission::deadline;
-use crate::anthropic::envelope::Envelope;
 use crate::auth::{self, Identity, Permit};
 use crate::client::address;
 use crate::client::session::Session;
 use crate::engines::body_budget::BodyReservation;
+use crate::envelope::Envelope;
 use crate::exchange::client_request::{ClientRequest, RequestOwner};
 use crate::exchange::driver::ExchangeDriver;
 use crate::message::trace_context::TraceContext;

@@ -15,18 +15,18 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use baton_openai::{ApiError, RawBody};
+use baton_openai::{ApiError, RawBody, Translation};
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, HeaderMap};
 use serde_json::json;
 
 use crate::admission::{AdmissionRequest, Claim, deadline};
-use crate::anthropic::envelope::Envelope;
 use crate::auth::{self, Identity, Permit};
 use crate::client::disconnect::race;
 use crate::client::session::{ClientGone, Session};
 use crate::config::Priority;
 use crate::engines::body_budget::BudgetShare;
+use crate::envelope::Envelope;
 use crate::exchange::client_request::{self, ClientRequest};
 use crate::exchange::driver::ExchangeDriver;
 use crate::exchange::resume;
@@ -142,7 +142,14 @@ impl ClientService {
                 let request = Box::new(request);
                 race(session, pin!(context.limit(&request))).await??;
                 context.accounting.passed = !dialect.generates();
-                match self.ask(session, context, request).await {
+                let api = request.translation.as_ref().map(Translation::api);
+                let asked = self.ask(session, context, request).await;
+                // The engines know the chat's fields, and the client its own.
+                let named = |error: ApiError| match api {
+                    Some(api) => api.named(error),
+                    None => error,
+                };
+                match asked.map_err(|error| error.map(named)) {
                     Err(RequestError::Refused(refusal)) if session.has_begun() => {
                         end_stream(session, context, &refusal).await
                     }
@@ -188,14 +195,15 @@ impl ClientService {
             context.client.in_flight.as_ref().map(|guard| &guard.entry),
         );
         if let Some(interval) = bounds.sse_keepalive.filter(|_| request.is_streamed()) {
-            let dialect = if request.translation.is_some() { Dialect::Messages } else { request.dialect };
+            let translated = request.translation.as_ref().map(|translation| Dialect::of(translation.api()));
+            let dialect = translated.unwrap_or(request.dialect);
             session.send_comments(response::comments(&context.ids.common_headers, dialect, interval));
         }
         if let Err(refused) = driver.reserve(session, &request, admission).await {
             context.client.permit.iter_mut().for_each(Permit::return_tokens);
             return Err(refused);
         }
-        let format = ReplyFormat { dialect: request.dialect, translation: request.translation };
+        let format = ReplyFormat { dialect: request.dialect, translation: request.translation.clone() };
         let transcript = resume::Transcript::of(&mut request);
         driver.record_turn(&request);
         driver.progress.reading = request.stream_reading();
@@ -230,7 +238,7 @@ impl ClientService {
         Ok(())
     }
 
-    /// Whether the engines get the request as it is. Those of some models have no Messages.
+    /// Whether the engines get the request as it is. Those of some models have only chats.
     async fn is_native(
         &self,
         session: &mut Session,
@@ -239,13 +247,11 @@ impl ClientService {
         body: &Bytes,
     ) -> Result<bool, RequestError> {
         let generation = &context.generation;
-        if !dialect.is_of_messages() {
-            return Ok(true);
-        }
+        let Some(api) = dialect.translated_api() else { return Ok(true) };
         let raw = RawBody::any(body.clone(), &generation.parse_limits, &ClientRules)?;
         let name = raw.string("model");
         let model = generation.models.named(name.as_deref())?;
-        let Some(support) = generation.models.messages(model) else { return Ok(true) };
+        let Some(support) = generation.models.api_support(model, api) else { return Ok(true) };
         let authorization = session.req_header().headers.get(AUTHORIZATION).cloned();
         Ok(race(session, pin!(support.is_native(&model.decode, authorization.as_ref()))).await?)
     }

@@ -9,16 +9,15 @@ mod stream;
 
 use std::time::Duration;
 
-use baton_openai::{ApiError, sse};
+use baton_openai::{ApiError, TranslatedApi, Translation, sse};
 use bytes::Bytes;
 use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderName, HeaderValue};
 use pingora::http::ResponseHeader;
 
-use crate::anthropic::Translation;
-use crate::anthropic::envelope::Envelope;
 use crate::client::session::{BodyPiece, ClientGone, ResponseLength, Session};
 use crate::client::stream_comments::StreamComments;
 use crate::engines::health::FAILED_LEG;
+use crate::envelope::Envelope;
 use crate::exchange::driver::{DecodeResponse, ExchangeDriver};
 use crate::exchange::resume::ResumeState;
 use crate::legs::Refusal;
@@ -43,7 +42,7 @@ pub(crate) struct StreamTimeouts {
 }
 
 /// The form of the engine's replies, and that of the response.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct ReplyFormat {
     pub dialect: Dialect,
     pub translation: Option<Translation>,
@@ -51,8 +50,12 @@ pub(crate) struct ReplyFormat {
 
 impl ReplyFormat {
     /// The form of errors.
-    fn envelope(self) -> Envelope {
-        if self.translation.is_some() { Envelope::Anthropic } else { Envelope::at(self.dialect.path()) }
+    fn envelope(&self) -> Envelope {
+        match self.translation.as_ref().map(Translation::api) {
+            Some(TranslatedApi::Messages) => Envelope::Anthropic,
+            Some(TranslatedApi::Responses) => Envelope::OpenAi,
+            None => Envelope::at(self.dialect.path()),
+        }
     }
 }
 
@@ -184,7 +187,8 @@ pub(crate) async fn relay(
     driver.progress.streamed = streamed || has_begun;
     driver.progress.passes = !dialect.generates();
     let (reply, load) = (Some(reply), Some(load));
-    let translates_events = streamed && format.translation == Some(Translation::Message);
+    let translation = format.translation.as_ref().filter(|_| streamed);
+    let translator = translation.and_then(Translation::stream).map(Box::new);
     let mut pump = ResponsePump {
         session,
         driver,
@@ -195,7 +199,7 @@ pub(crate) async fn relay(
         resume_state,
         has_first_chunk: false,
         format,
-        translator: translates_events.then(Box::default),
+        translator,
     };
     if streamed {
         pump.relay_stream(head).await?;

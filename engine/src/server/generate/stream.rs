@@ -1,7 +1,6 @@
 //! A reply as server-sent events: a body that polls the engine's events. When the client is gone, hyper drops the
 //! body and with it the guard, which aborts the sequences.
 
-use std::collections::VecDeque;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
@@ -9,6 +8,7 @@ use baton_openai::{ApiError, ChoiceDelta, ChunkEncoder, sse};
 use bytes::Bytes;
 use hyper::body::{Body, Frame};
 
+use super::api::FrameQueue;
 use super::parsed::ParsedChoice;
 use super::prompt_logprobs::echoed_tokens;
 use super::{GenerateProgress, GenerateTask, echoed};
@@ -17,7 +17,7 @@ use crate::server::choice::ChoiceUpdate;
 pub(super) struct StreamBody {
     task: GenerateTask,
     chunks: ChunkEncoder,
-    frames: VecDeque<Bytes>,
+    frames: FrameQueue,
     /// Choices whose prompt tokens have been sent.
     prompt_named: Vec<bool>,
     /// Choices whose echo waits for the log-probabilities of their prompt.
@@ -28,10 +28,10 @@ pub(super) struct StreamBody {
 
 impl StreamBody {
     pub(super) fn new(task: GenerateTask, first: GenerateProgress) -> Self {
-        let chunks = task.head.chunks();
+        let chunks = task.form.chunks();
         let prompt_named = vec![false; task.choices.len()];
         let echo_due = vec![task.request.echo && task.request.logprobs.is_some(); task.choices.len()];
-        let frames = VecDeque::new();
+        let frames = task.form.frames();
         let mut body = Self { chunks, frames, prompt_named, echo_due, complete: false, task };
         body.open();
         body.show(first);
@@ -50,7 +50,9 @@ impl StreamBody {
                 false => self.chunks.role(index as u32, ids),
             };
             self.prompt_named[index] = role.is_some();
-            self.frames.extend(role);
+            if let Some(role) = role {
+                self.frames.push(role);
+            }
             if request.echo && !self.echo_due[index] {
                 self.echo(index);
             }
@@ -70,7 +72,7 @@ impl StreamBody {
             logprobs: tokens.as_deref(),
             ..ChoiceDelta::default()
         };
-        self.frames.push_back(self.chunks.delta(&delta, None, None));
+        self.frames.push(self.chunks.delta(&delta, None, None));
         self.task.choices[index].characters += text.chars().count();
     }
 
@@ -116,7 +118,7 @@ impl StreamBody {
             prompt_token_ids: unnamed.then_some(prompt.as_slice()),
         };
         let continuous = request.stream_options.continuous_usage_stats.then_some(&usage);
-        self.frames.push_back(self.chunks.delta(&delta, continuous, handoff.as_ref()));
+        self.frames.push(self.chunks.delta(&delta, continuous, handoff.as_ref()));
         choice.characters += piece.text.chars().count();
     }
 
@@ -126,15 +128,14 @@ impl StreamBody {
         }
         self.complete = true;
         if self.task.request.stream_options.include_usage {
-            self.frames.push_back(self.chunks.usage(&self.task.usage.usage()));
+            self.frames.push(self.chunks.usage(&self.task.usage.usage()));
         }
-        self.frames.push_back(sse::DONE);
+        self.frames.push(sse::DONE);
     }
 
     fn fail(&mut self, error: &ApiError) {
         self.complete = true;
-        self.frames.push_back(error.to_sse());
-        self.frames.push_back(sse::DONE);
+        self.frames.fail(error);
     }
 }
 
@@ -147,14 +148,14 @@ impl Body for StreamBody {
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         loop {
-            if let Some(frame) = self.frames.pop_front() {
-                if self.frames.is_empty() && self.complete {
+            if let Some(frame) = self.frames.pop() {
+                if self.frames.is_empty() && self.complete && self.frames.has_handoff() {
                     // The connection now has the handle, if there is one.
                     self.task.handoff = None;
                 }
                 return Poll::Ready(Some(Ok(Frame::data(frame))));
             }
-            if self.complete {
+            if self.complete || self.frames.has_failed() {
                 return Poll::Ready(None);
             }
             let event = std::task::ready!(self.task.events.poll_recv(context));

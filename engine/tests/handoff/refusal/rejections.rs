@@ -301,7 +301,7 @@ fn every_refusal_releases_the_lease_at_once() {
         (
             "path",
             &d,
-            Box::new(|handoff| good(handoff).at("/v1/responses")),
+            Box::new(|handoff| good(handoff).at("/v1/rerank")),
             "unknown_path",
             Some((404, Some("unsupported_endpoint"))),
         ),

@@ -19,12 +19,12 @@ const SCRIPT: [(u32, &str); 3] = [
     (510, "is\"}}</tool_call>"),
 ];
 /// The token that ends it.
-const END: u32 = 511;
+pub(super) const END: u32 = 511;
 /// Rows of the fixture's vocabulary.
 const VOCAB: u32 = 536;
 
 /// The fixture, whose tokens are the script's.
-fn scripted() -> TempDir {
+pub(super) fn scripted() -> TempDir {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(QWEN3);
     let text = std::fs::read_to_string(path.join("tokenizer.json")).expect("the fixture has a tokenizer");
     let mut tokens = serde_json::from_str::<Value>(&text).expect("JSON")["added_tokens"].clone();
@@ -38,18 +38,18 @@ fn scripted() -> TempDir {
 }
 
 /// Calls as Hermes writes them; the fixture's template has only the tags of reasoning.
-fn hermes(options: &mut EngineOptions) {
+pub(super) fn hermes(options: &mut EngineOptions) {
     options.output.calls = FormatChoice::Is(CallFormat::Hermes);
 }
 
-fn engine(folder: &TempDir) -> Node {
+pub(super) fn engine(folder: &TempDir) -> Node {
     let mut options = options(folder.path().to_str().expect("UTF-8"), Role::Both);
     hermes(&mut options);
     Node::start(options)
 }
 
 /// A chat whose response is the script: each of its tokens is far likelier than the next one, until it has occurred.
-fn weather() -> Value {
+pub(super) fn weather() -> Value {
     let mut bias: serde_json::Map<String, Value> =
         (0..VOCAB).map(|id| (id.to_string(), json!(-100))).collect();
     for (id, value) in [(508, 100), (509, 75), (510, 50), (END, 25)] {

@@ -1,6 +1,7 @@
 //! Adapters, embeddings, and the fields of a request: ends of texts, restrictions of tokens, log-probabilities of prompts.
 
 pub(crate) mod adapters;
+pub(crate) mod apis;
 pub(crate) mod chats;
 pub(crate) mod embeddings;
 pub(crate) mod examples;

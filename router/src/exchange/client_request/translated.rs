@@ -1,18 +1,19 @@
-//! Requests of Anthropic's Messages API for engines that do not have it: read as the chat that they are translated to.
+//! Requests of Anthropic's Messages and OpenAI's Responses for engines that do not have these APIs: read as the chats
+//! that they are translated to.
 
-use baton_openai::{ApiError, Endpoint, parse_object, strip};
+use baton_openai::translate::messages;
+use baton_openai::{ApiError, Endpoint, TranslatedApi, Translation, parse_object, strip};
 use bytes::Bytes;
 use hyper::header::HeaderMap;
 use serde_json::Value;
 
 use super::{ClientRequest, RequestOwner};
-use crate::anthropic::{Translation, chat};
 use crate::message::path::{Dialect, TOKENIZE};
 use crate::message::rewrite::ClientRules;
 use crate::state::generation::Generation;
 
 impl ClientRequest {
-    /// Like [`ClientRequest::read`], for a path of Messages ([`Dialect::is_of_messages`]).
+    /// Like [`ClientRequest::read`], for a path of one of these APIs ([`Dialect::translated_api`]).
     ///
     /// # Errors
     /// Those of the translation, and those of the chat.
@@ -25,18 +26,20 @@ impl ClientRequest {
     ) -> Result<Self, ApiError> {
         let mut fields = parse_object(&body, &generation.parse_limits)?;
         strip(&mut fields, &ClientRules);
-        let (translated, dialect, translation) = match dialect {
-            Dialect::Messages => {
-                (chat::to_chat(&fields)?, Dialect::OpenAi(Endpoint::Chat), Translation::Message)
-            }
-            Dialect::OpenAi(_) | Dialect::Responses | Dialect::Passthrough(_) => {
-                (chat::to_tokenize(&fields)?, Dialect::Passthrough(TOKENIZE), Translation::TokenCount)
+        let chat = Dialect::OpenAi(Endpoint::Chat);
+        let ((translated, translation), dialect) = match dialect {
+            Dialect::Messages => (TranslatedApi::Messages.to_chat(&fields)?, chat),
+            Dialect::Responses => (TranslatedApi::Responses.to_chat(&fields)?, chat),
+            Dialect::OpenAi(_) | Dialect::Passthrough(_) => {
+                let count = (messages::to_tokenize(&fields)?, Translation::TokenCount);
+                (count, Dialect::Passthrough(TOKENIZE))
             }
         };
         // Both trees may be large, so they exist together only here.
         drop(fields);
         let body = Bytes::from(Value::Object(translated).to_string());
-        let request = Self::read(dialect, body, headers, generation, owner)?;
+        let read = Self::read(dialect, body, headers, generation, owner);
+        let request = read.map_err(|error| translation.api().named(error))?;
         Ok(Self { translation: Some(translation), ..request })
     }
 }

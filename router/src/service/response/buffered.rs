@@ -55,7 +55,8 @@ impl ResponsePump<'_> {
             return Err(self.refuse(error));
         }
         let buffered = self.driver.record_reply(buffered);
-        let buffered = match self.format.translation.map(|translation| translation.reply(&buffered)) {
+        let buffered = match self.format.translation.as_ref().map(|translation| translation.reply(&buffered))
+        {
             None if self.format.dialect.generates() => without_params(buffered),
             None => buffered,
             Some(Ok(translated)) => translated,

@@ -7,13 +7,13 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use baton_connector::exchange::{Attempt, Event, SettlementCause};
+use baton_openai::StreamTranslator;
 use baton_openai::sse::DONE;
 use bytes::{Bytes, BytesMut};
 use pingora::http::ResponseHeader;
 use tokio::time::{Instant, Sleep};
 
 use super::{ReplyFormat, StreamTimeouts};
-use crate::anthropic::stream::MessagesStream;
 use crate::client::disconnect::race;
 use crate::client::session::{BodyPiece, ClientGone, ResponseLength, Session};
 use crate::engines::http::{CallError, EngineRequestGuard, Reply};
@@ -24,6 +24,7 @@ use crate::legs::{Refusal, Verdict, classify_unreadable};
 use crate::message::embedded_error::EmbeddedError;
 use crate::message::handoff_params::without_params;
 use crate::message::sse::{FilteredFrames, FrameBuffer};
+use crate::message::usage::Usage;
 use crate::metrics::ResumeResult;
 
 /// Time that an engine has after `[DONE]` to end its response, so that its connection can be reused.
@@ -103,7 +104,7 @@ pub(super) struct ResponsePump<'a> {
     pub(super) has_first_chunk: bool,
     pub(super) format: ReplyFormat,
     /// Set if the events are translated.
-    pub(super) translator: Option<Box<MessagesStream>>,
+    pub(super) translator: Option<Box<StreamTranslator>>,
 }
 
 impl ResponsePump<'_> {
@@ -242,7 +243,8 @@ impl ResponsePump<'_> {
                     (usage_scan.usage, usage_scan.streamed) = (usage, 0);
                 }
                 if let (Some(translator), Some(usage)) = (&mut self.translator, usage) {
-                    translator.set_usage(usage);
+                    let Usage { prompt, cached, completion } = usage;
+                    translator.set_usage([prompt, cached, completion]);
                 }
                 match self.translated(last) {
                     Ok(last) => {
@@ -296,8 +298,17 @@ impl ResponsePump<'_> {
         if frames.is_inside() && self.translator.is_none() {
             last.extend_from_slice(b"\n\n");
         }
-        last.extend_from_slice(&self.format.envelope().last_event(&error.refusal().0));
+        last.extend_from_slice(&self.last_event(error));
         self.write(last.freeze(), BodyPiece::Last).await
+    }
+
+    /// The end of a failed stream, in the form of the client's API.
+    fn last_event(&mut self, error: StreamError) -> Bytes {
+        let Refusal(error) = error.refusal();
+        match &mut self.translator {
+            Some(translator) => translator.fail(&error),
+            None => self.format.envelope().last_event(&error),
+        }
     }
 
     /// Applies the error to the exchange. The engine is at fault only for its own failure, not for a request that took

@@ -144,7 +144,13 @@ async fn thousands_of_hostile_bodies_over_sockets_add_no_internal_field() {
         let top = "retries: {budget_percent: 1000, min_per_second: 1000000}\n\
                    health: {active: {interval_ms: 0}, outlier: {interval_ms: 0}, breaker: {failures: 1000, \
                    cool_down_ms: 1, cool_down_max_ms: 1}}";
-        let system = TestRouter::with(&[&p[0], &p[1]], &[&d[0], &d[1]], "    resume: true", top).await;
+        let system = TestRouter::with(
+            &[&p[0], &p[1]],
+            &[&d[0], &d[1]],
+            "    resume: true\n    responses: native",
+            top,
+        )
+        .await;
         let mut client = Client::connect(system.address).await;
         let (mut arrive, mut stay) = (Vec::new(), Vec::new());
         let mut served = 0;

@@ -11,7 +11,7 @@ use crate::operations::health::{error_body, standing, stands};
 async fn a_response_is_prefilled_and_decoded_streamed_or_not() {
     let p = FakeEngine::always(Action::Lease(Some(7))).await;
     let d = FakeEngine::scripted(vec![Action::Whole(5), Action::Stream(3)]).await;
-    let system = TestRouter::start(&[&p], &[&d]).await;
+    let system = TestRouter::with(&[&p], &[&d], "    responses: native", "").await;
     let mut body = json!({"model": "alias", "input": "hello", "max_output_tokens": 8, "store": true, "own": {"x": 1.50}});
     assert_eq!(post(system.address, "/v1/responses", &body).await.status, 200);
     body["stream"] = json!(true);

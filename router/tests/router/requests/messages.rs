@@ -408,7 +408,7 @@ async fn a_response_that_depends_on_its_engine_has_no_prefill_leg() {
         FakeEngine::always(Action::Lease(None)).await,
         FakeEngine::always(Action::Frames(vec![event(&last)], true)).await,
     );
-    let system = TestRouter::start(&[&p], &[&d]).await;
+    let system = TestRouter::with(&[&p], &[&d], "    responses: native", "").await;
     let answer =
         post(system.address, "/v1/responses", &json!({"model": "m", "input": "a", "stream": true})).await;
     let found = events(&answer);

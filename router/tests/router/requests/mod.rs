@@ -10,6 +10,7 @@ pub(crate) mod long_silence;
 pub(crate) mod main_path;
 pub(crate) mod messages;
 pub(crate) mod policies;
+pub(crate) mod responses;
 pub(crate) mod restarts;
 pub(crate) mod resume;
 pub(crate) mod sglang;

@@ -300,3 +300,32 @@ async fn a_translated_message_is_continued_like_a_chat() {
         assert_eq!(ask(&[&dies, &lives]).await, expected, "after {after} frames");
     }
 }
+
+#[tokio::test]
+async fn a_translated_response_is_continued_like_a_chat() {
+    let body =
+        json!({"model": "m", "max_output_tokens": 12, "temperature": 0, "stream": true, "input": "tell me"});
+    let ask = async |engines: &[&FakeEngine]| -> (String, Value) {
+        let system = TestRouter::with(&[], engines, "    responses: translate\n    resume: true", "").await;
+        let stream = post(system.address, "/v1/responses", &body).await.text();
+        let data = stream.lines().filter_map(|line| line.strip_prefix("data: "));
+        let mut events: Vec<Value> = data.map(|data| serde_json::from_str(data).expect("JSON")).collect();
+        for (number, event) in events.iter().enumerate() {
+            assert_eq!(event["sequence_number"], number, "{event}");
+        }
+        let added = events.iter().filter(|event| event["type"] == "response.output_text.delta");
+        let text = added.filter_map(|event| event["delta"].as_str()).collect();
+        (text, events.pop().expect("an event"))
+    };
+    let expected = ask(&[&engine("first", NEVER).await]).await;
+    assert_eq!((expected.0.len(), &expected.1["type"]), (12, &json!("response.incomplete")));
+    assert_eq!(expected.1["response"]["output"][0]["content"][0]["text"], expected.0);
+    for after in 1..16 {
+        let (dies, lives) = (engine("first", after).await, engine("second", NEVER).await);
+        let (text, mut last) = ask(&[&dies, &lives]).await;
+        assert_eq!(text, expected.0, "after {after} frames");
+        // The sequence number counts the pieces, which the break has joined or not.
+        last["sequence_number"] = expected.1["sequence_number"].clone();
+        assert_eq!(last, expected.1, "after {after} frames");
+    }
+}

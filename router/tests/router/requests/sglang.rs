@@ -378,7 +378,7 @@ async fn a_response_of_the_responses_api_waits_for_the_prefill_engine() {
     let p = FakeEngine::always(Action::Hang).await;
     let p = p.with_rule(sglang("prefill", Action::Refuse(400, refusal)));
     let d = engine("decode", Action::Frames(vec![created], false)).await;
-    let system = TestRouter::start(&[&p], &[&d]).await;
+    let system = TestRouter::with(&[&p], &[&d], "    responses: native", "").await;
     let body = json!({"model": "m", "input": "x", "stream": true});
     let answer = post(system.address, "/v1/responses", &body).await;
     assert_eq!(answer.status, 400, "{}", answer.text());
@@ -406,7 +406,8 @@ async fn legs_without_an_id_are_aborted_by_the_end_of_their_connections() {
         ("/v1/completions", json!({"model": "m", "prompt": ["a", "b"], "max_tokens": 8, "stream": true})),
     ] {
         let (p, d) = (gated_prefill().await, engine("decode", Action::Hang).await);
-        let system = TestRouter::with(&[&p], &[&d], "    messages: native\n", "").await;
+        let native = "    messages: native\n    responses: native\n";
+        let system = TestRouter::with(&[&p], &[&d], native, "").await;
         let mut client = Client::connect(system.address).await;
         client.post(path, &body).await;
         await_requests(&p, 1).await;

@@ -102,6 +102,7 @@ async fn an_abort_after_content_or_by_a_baton_engine_is_passed_on() {
 
 const MESSAGES: &str = "/v1/messages";
 const RESPONSES: &str = "/v1/responses";
+const NATIVE: &str = "    messages: native\n    responses: native";
 
 /// How far an engine gets with a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -174,7 +175,7 @@ async fn an_abort_of_a_message_or_a_response_is_recomputed_by_another_engine() {
         let p = FakeEngine::always(Action::Lease(None)).await;
         let drains = FakeEngine::always(native_reply(path, stream, progress)).await;
         let lives = FakeEngine::always(native_reply(path, stream, Progress::Complete)).await;
-        let system = TestRouter::with(&[&p], &[&drains, &lives], "    messages: native", "").await;
+        let system = TestRouter::with(&[&p], &[&drains, &lives], NATIVE, "").await;
         for _ in 0..2 {
             let answer = post(system.address, path, &native(path, stream)).await;
             let end = if path == MESSAGES { "end_turn" } else { "completed" };
@@ -193,7 +194,7 @@ async fn without_another_engine_an_aborted_message_or_response_is_503() {
     for path in [MESSAGES, RESPONSES] {
         for stream in [true, false] {
             let d = FakeEngine::always(native_reply(path, stream, Progress::AbortedBeforeContent)).await;
-            let system = TestRouter::with(&[], &[&d], "    messages: native", "").await;
+            let system = TestRouter::with(&[], &[&d], NATIVE, "").await;
             let answer = post(system.address, path, &native(path, stream)).await;
             assert_eq!(answer.status, 503, "{path}: {}", answer.text());
             assert_eq!(answer.json()["type"] == "error", path == MESSAGES, "{}", answer.text());
@@ -208,7 +209,7 @@ async fn an_abort_after_content_of_a_message_or_a_response_is_an_error_event() {
         [(MESSAGES, "message_stop", "event: error"), (RESPONSES, "response.completed", "data: [DONE]")]
     {
         let d = FakeEngine::always(native_reply(path, true, Progress::AbortedAfterContent)).await;
-        let system = TestRouter::with(&[], &[&d], "    messages: native", "").await;
+        let system = TestRouter::with(&[], &[&d], NATIVE, "").await;
         let answer = post(system.address, path, &native(path, true)).await;
         let text = answer.text();
         assert_eq!(answer.status, 200, "{text}");

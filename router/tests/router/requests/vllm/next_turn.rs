@@ -225,7 +225,7 @@ async fn blocks_that_no_turn_can_read_are_released_at_once() {
     .await
     .without_verbs();
     let d = FakeEngine::scripted(vec![Action::Json(response)]).await.without_verbs();
-    let system = TestRouter::with(&[&p], &[&d], KEPT, "").await;
+    let system = TestRouter::with(&[&p], &[&d], &format!("{KEPT}    responses: native"), "").await;
     let body = json!({"model": "m", "input": "Hello", "max_output_tokens": 8});
     let answer = post(system.address, "/v1/responses", &body).await;
     assert_eq!((answer.status, answer.text().contains("d-1")), (200, false), "{}", answer.text());

@@ -1,40 +1,28 @@
 //! A whole chat completion as a message.
 
-use baton_openai::ApiError;
-use bytes::Bytes;
 use serde_json::{Value, json};
 
-use super::Translation;
-use super::stop::{Calls, Stop, message_id, reasoning, usage};
+use super::stop::{Calls, Stop, message_id, usage};
+use crate::error::ApiError;
+use crate::translate::chat_reply::{calls, reasoning, unreadable};
 
-/// Maximum bytes of a translated reply, which is parsed: a million tokens without log probabilities, or their ids.
-const REPLY_BYTES_MAX: usize = 8 << 20;
-
-impl Translation {
-    /// Translates an engine's whole reply.
-    ///
-    /// # Errors
-    /// 502 for a reply that has no counterpart.
-    pub(crate) fn reply(self, reply: &[u8]) -> Result<Bytes, ApiError> {
-        let chat: Option<Value> = Some(reply)
-            .filter(|reply| reply.len() <= REPLY_BYTES_MAX)
-            .and_then(|reply| serde_json::from_slice(reply).ok());
-        let chat = chat.ok_or_else(|| unreadable("an engine's answer cannot be translated"))?;
-        let translated = match self {
-            Self::Message => to_message(&chat)?,
-            Self::TokenCount => {
-                let count = chat["count"].as_u64();
-                json!({"input_tokens": count.ok_or_else(|| unreadable("an engine did not count the tokens"))?})
-            }
-        };
-        Ok(translated.to_string().into())
-    }
+/// The reply of `/tokenize` as a count.
+///
+/// # Errors
+/// 502 for another reply.
+pub(crate) fn to_count(reply: &Value) -> Result<Value, ApiError> {
+    let count = reply["count"].as_u64();
+    Ok(json!({"input_tokens": count.ok_or_else(|| unreadable("an engine did not count the tokens"))?}))
 }
 
-fn to_message(chat: &Value) -> Result<Value, ApiError> {
+/// A whole chat as a message.
+///
+/// # Errors
+/// 502 for a reply that has no counterpart.
+pub(crate) fn to_message(chat: &Value) -> Result<Value, ApiError> {
     let choice = &chat["choices"][0];
     let message = &choice["message"];
-    let calls = message["tool_calls"].as_array().map_or(&[][..], Vec::as_slice);
+    let calls = calls(message);
     let stop = Stop::of(
         choice,
         match calls.last() {
@@ -81,10 +69,6 @@ fn input(call: &Value, stop: &Stop) -> Result<Value, ApiError> {
     Err(unreadable("the model's arguments of a tool call are no JSON object"))
 }
 
-fn unreadable(message: &str) -> ApiError {
-    ApiError::bad_gateway(message)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -93,9 +77,7 @@ mod tests {
         let usage = json!({"prompt_tokens": 9, "completion_tokens": 4,
             "prompt_tokens_details": {"cached_tokens": 6}});
         let chat = json!({"id": "chatcmpl-1", "model": "m", "choices": [choice], "usage": usage});
-        let message =
-            Translation::Message.reply(chat.to_string().as_bytes()).map_err(|error| error.status)?;
-        Ok(serde_json::from_slice(&message).expect("JSON"))
+        to_message(&chat).map_err(|error| error.status)
     }
 
     #[test]
@@ -163,9 +145,7 @@ mod tests {
 
     #[test]
     fn a_count_is_translated_and_another_reply_is_an_error() {
-        let count = |reply: &[u8]| Translation::TokenCount.reply(reply).map_err(|error| error.status);
-        assert_eq!(count(br#"{"count":5,"tokens":[1]}"#), Ok(Bytes::from_static(br#"{"input_tokens":5}"#)));
-        assert_eq!((count(b"{}"), count(b"[")), (Err(502), Err(502)));
-        assert_eq!(Translation::Message.reply(&vec![b' '; REPLY_BYTES_MAX + 1]).map(drop).ok(), None);
+        assert_eq!(to_count(&json!({"count": 5, "tokens": [1]})), Ok(json!({"input_tokens": 5})));
+        assert_eq!(to_count(&json!({})).map_err(|error| error.status), Err(502));
     }
 }

@@ -99,6 +99,12 @@ fn thinking_effort_and_formats_reach_template_and_grammar() {
     assert_eq!(kwargs(json!(null), json!(null)), None);
     let own = kwargs(json!({"type": "adaptive"}), json!({"thinking": false}));
     assert_eq!(own, Some(json!({"enable_thinking": true, "thinking": false})), "the client's own wins");
+    let budget = |thinking: Value| {
+        let found = chat(json!({"messages": user, "thinking": thinking})).expect("a chat");
+        found.get("thinking_token_budget").cloned()
+    };
+    assert_eq!(budget(json!({"type": "enabled", "budget_tokens": 1024})), Some(json!(1024)));
+    assert_eq!(budget(json!({"type": "disabled", "budget_tokens": 1024})), None);
     let config = json!({"effort": "max", "format": {"type": "json_schema", "schema": {"type": "object"}}});
     let found = chat(json!({"messages": user, "output_config": config})).expect("a chat");
     assert_eq!(found["reasoning_effort"], "high");

@@ -33,7 +33,7 @@ fn sse(chunks: &[Value]) -> String {
 
 /// One line per event: its name and what it adds.
 fn summary(stream: &str) -> Result<Vec<String>, ApiError> {
-    let out = MessagesStream::default().push(&Bytes::from(stream.to_owned()))?;
+    let out = MessagesStream::default().push(stream.as_bytes())?;
     let text = String::from_utf8(out.to_vec()).expect("UTF-8");
     let events = text.split_terminator("\n\n").map(|event| {
         let (name, data) = event.split_once("\ndata: ").expect("two lines");
@@ -98,9 +98,9 @@ fn the_result_does_not_depend_on_how_the_frames_arrive() {
     let mut translator = MessagesStream::default();
     let one_by_one: Vec<u8> = stream
         .split_inclusive("\n\n")
-        .flat_map(|frame| translator.push(&Bytes::from(frame.to_owned())).expect("a translation"))
+        .flat_map(|frame| translator.push(frame.as_bytes()).expect("a translation"))
         .collect();
-    let at_once = MessagesStream::default().push(&Bytes::from(stream)).expect("a translation");
+    let at_once = MessagesStream::default().push(stream.as_bytes()).expect("a translation");
     assert_eq!(one_by_one, at_once);
     let text = String::from_utf8(one_by_one).expect("UTF-8");
     assert!(text.contains(r#""stop_reason":"stop_sequence","stop_sequence":"X""#), "{text}");
@@ -125,14 +125,13 @@ fn a_call_that_a_stop_sequence_cut_is_no_tool_use() {
 }
 
 #[test]
-fn the_routers_count_stands_for_a_missing_usage() {
-    let counted = Usage { prompt: 9, cached: 2, completion: 4 };
-    let begun = Bytes::from(format!("data: {}\n\n", chunk(json!({"content": "a"}))));
-    let ended = Bytes::from(format!("data: {}\n\ndata: [DONE]\n\n", end("stop", json!(null))));
+fn a_count_stands_for_a_missing_usage() {
+    let begun = format!("data: {}\n\n", chunk(json!({"content": "a"})));
+    let ended = format!("data: {}\n\ndata: [DONE]\n\n", end("stop", json!(null)));
     let mut translator = MessagesStream::default();
-    translator.push(&begun).expect("a translation");
-    translator.set_usage(counted);
-    let last = translator.push(&ended).expect("a translation");
+    translator.push(begun.as_bytes()).expect("a translation");
+    translator.set_usage([9, 2, 4]);
+    let last = translator.push(ended.as_bytes()).expect("a translation");
     assert!(String::from_utf8_lossy(&last).contains(USAGE));
 }
 

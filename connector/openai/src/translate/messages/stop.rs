@@ -1,7 +1,9 @@
 //! The end of a response: `stop_reason`, `stop_sequence` and `usage`.
 
-use baton_openai::ApiError;
 use serde_json::{Value, json};
+
+use crate::error::ApiError;
+use crate::translate::chat_reply::{bare_id, incomplete};
 
 /// Why a response ended, as Messages has it.
 #[derive(Clone, Debug, PartialEq)]
@@ -42,7 +44,7 @@ impl Stop {
             },
             Some("length") => "max_tokens",
             Some("content_filter") => "refusal",
-            _ => return Err(ApiError::bad_gateway("an engine ended the response before it was complete")),
+            _ => return Err(incomplete()),
         };
         let sequence = if reason == "stop_sequence" { sequence } else { Value::Null };
         Ok(Self { reason, sequence })
@@ -63,12 +65,5 @@ pub(super) fn usage(usage: &Value) -> Value {
 
 /// The id of a message, from that of a chat.
 pub(super) fn message_id(chat: &Value) -> String {
-    let id = chat["id"].as_str().unwrap_or_default();
-    format!("msg_{}", id.strip_prefix("chatcmpl-").unwrap_or(id))
-}
-
-/// The reasoning of a message or a delta: vLLM renamed the field.
-pub(super) fn reasoning(message: &Value) -> &str {
-    let text = |name: &str| message[name].as_str().filter(|text| !text.is_empty());
-    text("reasoning_content").or_else(|| text("reasoning")).unwrap_or_default()
+    format!("msg_{}", bare_id(chat))
 }

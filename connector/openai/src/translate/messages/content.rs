@@ -12,19 +12,11 @@
 //!
 //! Another block is refused by name. Cache marks have no counterpart and are removed.
 
-use baton_openai::{ApiError, Code};
 use serde_json::{Value, json};
 
 use super::system::without_billing;
-
-/// Maximum bytes of a client's word in an error.
-const WORD_BYTES_MAX: usize = 64;
-
-/// An object of the request, and its path in errors.
-struct Block<'a> {
-    path: String,
-    value: &'a Value,
-}
+use crate::error::ApiError;
+use crate::translate::block::{Block, blocks, content, image_part, text_part};
 
 /// Appends `system` as a message.
 ///
@@ -68,28 +60,13 @@ pub(super) fn turn(index: usize, turn: &Value, messages: &mut Vec<Value>) -> Res
     }
 }
 
-/// The blocks of a content; a string is one text block.
-fn blocks<'a>(path: &str, value: &'a Value) -> Result<Vec<Block<'a>>, ApiError> {
-    match value {
-        Value::String(_) => Ok(vec![Block { path: path.to_owned(), value }]),
-        Value::Array(items) => Ok(items
-            .iter()
-            .enumerate()
-            .map(|(index, value)| Block { path: format!("{path}[{index}]"), value })
-            .collect()),
-        Value::Null | Value::Bool(_) | Value::Number(_) | Value::Object(_) => {
-            Err(ApiError::invalid(path, format!("`{path}` must be a string or an array of blocks")))
-        }
-    }
-}
-
 fn user(blocks: &[Block<'_>], messages: &mut Vec<Value>) -> Result<(), ApiError> {
     let (mut parts, mut images) = (Vec::new(), Vec::new());
     for block in blocks {
         match block.kind()? {
             "text" => parts.push(text_part(block.text("text")?)),
-            "image" => parts.push(block.image()?),
-            "document" => parts.push(block.document()?),
+            "image" => parts.push(image(block)?),
+            "document" => parts.push(document(block)?),
             "tool_result" => messages.push(tool_result(block, &mut images)?),
             other => return Err(block.unsupported(other)),
         }
@@ -105,14 +82,14 @@ fn user(blocks: &[Block<'_>], messages: &mut Vec<Value>) -> Result<(), ApiError>
 fn tool_result(block: &Block<'_>, images: &mut Vec<Value>) -> Result<Value, ApiError> {
     let id = block.text("tool_use_id")?;
     let mut texts = Vec::new();
-    let results = match block.value.get("content").filter(|content| !content.is_null()) {
+    let results = match block.member("content") {
         Some(value) => blocks(&format!("{}.content", block.path), value)?,
         None => Vec::new(),
     };
     for result in &results {
         match result.kind()? {
             "text" => texts.push(result.text("text")?),
-            "image" => images.push(result.image()?),
+            "image" => images.push(image(result)?),
             other => return Err(result.unsupported(other)),
         }
     }
@@ -148,60 +125,26 @@ fn assistant(blocks: &[Block<'_>], messages: &mut Vec<Value>) -> Result<(), ApiE
     Ok(())
 }
 
-impl<'a> Block<'a> {
-    fn kind(&self) -> Result<&'a str, ApiError> {
-        if self.value.is_string() {
-            return Ok("text");
+fn image(block: &Block<'_>) -> Result<Value, ApiError> {
+    let source = source(block);
+    match source.text("type")? {
+        "url" => Ok(image_part(source.text("url")?)),
+        "base64" => {
+            let (kind, data) = (source.text("media_type")?, source.text("data")?);
+            Ok(image_part(&format!("data:{kind};base64,{data}")))
         }
-        self.text("type")
-    }
-
-    /// A string member, or the block itself if it is a string.
-    fn text(&self, name: &str) -> Result<&'a str, ApiError> {
-        let text = if self.value.is_string() { Some(self.value) } else { self.value.get(name) };
-        text.and_then(Value::as_str).ok_or_else(|| {
-            let path = format!("{}.{name}", self.path);
-            ApiError::invalid(path.as_str(), format!("`{path}` must be a string"))
-        })
-    }
-
-    fn image(&self) -> Result<Value, ApiError> {
-        let source = Block { path: format!("{}.source", self.path), value: &self.value["source"] };
-        let url = match source.text("type")? {
-            "url" => source.text("url")?.to_owned(),
-            "base64" => format!("data:{};base64,{}", source.text("media_type")?, source.text("data")?),
-            other => return Err(source.unsupported(other)),
-        };
-        Ok(json!({"type": "image_url", "image_url": {"url": url}}))
-    }
-
-    fn document(&self) -> Result<Value, ApiError> {
-        let source = Block { path: format!("{}.source", self.path), value: &self.value["source"] };
-        match source.text("type")? {
-            "text" => Ok(text_part(source.text("data")?)),
-            other => Err(source.unsupported(other)),
-        }
-    }
-
-    fn unsupported(&self, kind: &str) -> ApiError {
-        let kind = &kind[..kind.floor_char_boundary(WORD_BYTES_MAX)];
-        let message = format!(
-            "`{}` is of type `{kind}`; the router translates Messages to chats for this model, and a chat has no such \
-             content",
-            self.path
-        );
-        ApiError::invalid(format!("{}.type", self.path), message).with_code(Code::UnsupportedContent)
+        other => Err(source.unsupported(other)),
     }
 }
 
-fn text_part(text: &str) -> Value {
-    json!({"type": "text", "text": text})
+fn document(block: &Block<'_>) -> Result<Value, ApiError> {
+    let source = source(block);
+    match source.text("type")? {
+        "text" => Ok(text_part(source.text("data")?)),
+        other => Err(source.unsupported(other)),
+    }
 }
 
-/// One text stays a string, which every chat template accepts.
-fn content(mut parts: Vec<Value>) -> Value {
-    match &mut parts[..] {
-        [only] if only["type"] == "text" => only["text"].take(),
-        _ => parts.into(),
-    }
+fn source<'a>(block: &Block<'a>) -> Block<'a> {
+    Block { path: format!("{}.source", block.path), value: &block.value["source"] }
 }

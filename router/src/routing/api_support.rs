@@ -1,5 +1,6 @@
-//! Whether the engines of a model have Anthropic's `/v1/messages`. With `messages: auto` the router asks a decode
-//! engine: an empty request is refused as invalid (400), or the path or method is unknown (404, 405, 501).
+//! Whether the engines of a model have Anthropic's `/v1/messages` or OpenAI's `/v1/responses`, and want such requests
+//! of a router. With `auto` the router asks a decode engine: an empty request is refused as invalid (400), or the path
+//! or method is unknown (404, 405, 501). Baton's engines answer a router with 404, because it can resume a chat.
 //!
 //! The first request asks, and others wait for its answer. It holds for a minute, because another version may start at
 //! the same address. Then one task asks again, and requests go by the old answer until it ends.
@@ -7,12 +8,12 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use baton_openai::TranslatedApi;
 use bytes::Bytes;
 use hyper::header::HeaderValue;
 
-use crate::config::MessagesMode;
+use crate::config::{ApiMode, ModelConfig};
 use crate::engines::http::{Engine, EngineRequest};
-use crate::message::path::Dialect;
 use crate::routing::pool::Pool;
 
 /// How long an answer holds, and how long the router does not ask again after it has asked.
@@ -26,9 +27,33 @@ const _: () = assert!(ENGINES_ASKED_MAX as u64 * ASK_TIMEOUT.as_secs() < ASK_PAU
 /// Maximum bytes of an answer; of a larger one the status counts.
 const ANSWER_BYTES_MAX: usize = 64 << 10;
 
-/// Of one model.
-pub(crate) struct MessagesSupport {
-    mode: MessagesMode,
+/// The APIs of one model.
+pub(crate) struct ModelApis {
+    messages: Arc<ApiSupport>,
+    responses: Arc<ApiSupport>,
+}
+
+impl ModelApis {
+    pub(crate) fn new(config: &ModelConfig) -> Self {
+        let support = |api, mode| Arc::new(ApiSupport::new(api, mode));
+        Self {
+            messages: support(TranslatedApi::Messages, config.messages),
+            responses: support(TranslatedApi::Responses, config.responses),
+        }
+    }
+
+    pub(crate) fn of(&self, api: TranslatedApi) -> &Arc<ApiSupport> {
+        match api {
+            TranslatedApi::Messages => &self.messages,
+            TranslatedApi::Responses => &self.responses,
+        }
+    }
+}
+
+/// One API of one model.
+pub(crate) struct ApiSupport {
+    api: TranslatedApi,
+    mode: ApiMode,
     learnt: Mutex<Learnt>,
     /// Held by the first request that asks.
     ask_lock: tokio::sync::Mutex<()>,
@@ -72,12 +97,13 @@ impl Learnt {
     }
 }
 
-impl MessagesSupport {
-    pub(crate) fn new(mode: MessagesMode) -> Self {
-        Self { mode, learnt: Mutex::default(), ask_lock: tokio::sync::Mutex::default() }
+impl ApiSupport {
+    fn new(api: TranslatedApi, mode: ApiMode) -> Self {
+        Self { api, mode, learnt: Mutex::default(), ask_lock: tokio::sync::Mutex::default() }
     }
 
-    /// Whether the engines get Messages as they are. `decode` is the model's pool, and `authorization` the client's.
+    /// Whether the engines get requests of this API as they are. `decode` is the model's pool, and `authorization` the
+    /// client's.
     ///
     /// # Cancel safety
     /// Dropping the future ends the first question; the next request asks.
@@ -87,9 +113,9 @@ impl MessagesSupport {
         authorization: Option<&HeaderValue>,
     ) -> bool {
         match self.mode {
-            MessagesMode::Native => return true,
-            MessagesMode::Translate => return false,
-            MessagesMode::Auto => {}
+            ApiMode::Native => return true,
+            ApiMode::Translate => return false,
+            ApiMode::Auto => {}
         }
         if let Some(known) = self.known(decode, authorization) {
             return known;
@@ -98,7 +124,7 @@ impl MessagesSupport {
         if let Some(known) = self.known(decode, authorization) {
             return known;
         }
-        let answer = ask(decode.usable_engines(), authorization).await;
+        let answer = ask(self.api, decode.usable_engines(), authorization).await;
         self.learnt().learn(answer, Instant::now())
     }
 
@@ -109,7 +135,7 @@ impl MessagesSupport {
             let (support, engines) = (Arc::clone(self), decode.usable_engines());
             let authorization = authorization.cloned();
             tokio::spawn(async move {
-                let answer = ask(engines, authorization.as_ref()).await;
+                let answer = ask(support.api, engines, authorization.as_ref()).await;
                 support.learnt().learn(answer, Instant::now());
             });
         }
@@ -122,11 +148,17 @@ impl MessagesSupport {
 }
 
 /// Asks engines until one has answered; `None` if no answer shows it.
-async fn ask(engines: Vec<Arc<Engine>>, authorization: Option<&HeaderValue>) -> Option<bool> {
+async fn ask(
+    api: TranslatedApi,
+    engines: Vec<Arc<Engine>>,
+    authorization: Option<&HeaderValue>,
+) -> Option<bool> {
     for engine in engines.into_iter().take(ENGINES_ASKED_MAX) {
         let request = EngineRequest {
             authorization: authorization.cloned(),
-            ..EngineRequest::post(Dialect::Messages.path(), Bytes::from_static(b"{}"))
+            // By this Baton's engines know that a router asks.
+            router_settles: true,
+            ..EngineRequest::post(api.path(), Bytes::from_static(b"{}"))
         };
         let reply = async {
             let reply = engine.call(&request, |_| {}).await?;

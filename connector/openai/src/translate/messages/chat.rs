@@ -5,36 +5,48 @@
 //! | `system`, `messages` | `messages` ([`super::content`]); a last turn of the assistant is continued |
 //! | `tools`, `tool_choice` | `tools`, `tool_choice`, `parallel_tool_calls` |
 //! | `stop_sequences` | `stop` |
-//! | `thinking` | `enable_thinking` and `thinking` of `chat_template_kwargs` |
+//! | `thinking` | `enable_thinking` and `thinking` of `chat_template_kwargs`; `thinking_token_budget` |
 //! | `output_config` | `reasoning_effort`, `response_format` |
 //! | `metadata.user_id` | `user` |
 //!
 //! Unknown fields are removed, as vLLM's endpoint ignores them. A field that would change the response and has no
 //! counterpart is refused.
 
-use baton_openai::{ApiError, Code, Object};
 use serde_json::{Map, Value, json};
 
 use super::content;
+use crate::code::Code;
+use crate::error::ApiError;
+use crate::translate::block::array;
+
+type Object = Map<String, Value>;
 
 /// Fields that mean the same in a chat, some of them vLLM's.
-const KEPT: [&str; 9] = [
+const KEPT: [&str; 16] = [
     "model",
     "max_tokens",
     "stream",
     "temperature",
     "top_p",
     "top_k",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "logit_bias",
+    "stop_token_ids",
+    "ignore_eos",
     "cache_salt",
     "priority",
     "vllm_xargs",
+    // Of routers: they remove a client's.
+    "kv_transfer_params",
 ];
 
 /// Translates a request of `/v1/messages`.
 ///
 /// # Errors
 /// 400 with the field that is invalid or has no counterpart. Fields that a chat has too are not checked here.
-pub(crate) fn to_chat(body: &Object) -> Result<Object, ApiError> {
+pub fn to_chat(body: &Object) -> Result<Object, ApiError> {
     if is_absent(body.get("max_tokens")) {
         return Err(ApiError::invalid("max_tokens", "`max_tokens` is missing"));
     }
@@ -52,8 +64,12 @@ pub(crate) fn to_chat(body: &Object) -> Result<Object, ApiError> {
         tool_choice(body, &mut chat)?;
     }
     output_config(body, &mut chat)?;
+    let thinking = body.get("thinking").filter(|thinking| thinking["type"] == "enabled");
+    if let Some(budget) = thinking.and_then(|thinking| thinking.get("budget_tokens")) {
+        chat.insert("thinking_token_budget".to_owned(), budget.clone());
+    }
     if array(body, "mcp_servers")?.is_some_and(|servers| !servers.is_empty()) {
-        let message = "`mcp_servers` is not supported: the engines of this model call no servers";
+        let message = "`mcp_servers` is not supported: no servers are called here";
         return Err(ApiError::invalid("mcp_servers", message).with_code(Code::UnsupportedParameter));
     }
     Ok(chat)
@@ -63,7 +79,7 @@ pub(crate) fn to_chat(body: &Object) -> Result<Object, ApiError> {
 ///
 /// # Errors
 /// As [`to_chat`].
-pub(crate) fn to_tokenize(body: &Object) -> Result<Object, ApiError> {
+pub fn to_tokenize(body: &Object) -> Result<Object, ApiError> {
     let mut chat = Object::new();
     chat.extend(body.get("model").map(|model| ("model".to_owned(), model.clone())));
     conversation(body, &mut chat)?;
@@ -187,14 +203,6 @@ fn output_config(body: &Object, chat: &mut Object) -> Result<(), ApiError> {
             let message = "`output_config.format` must have the type json_schema and a `schema`";
             Err(ApiError::invalid("output_config.format", message))
         }
-    }
-}
-
-fn array<'a>(body: &'a Object, name: &str) -> Result<Option<&'a Vec<Value>>, ApiError> {
-    match body.get(name) {
-        None | Some(Value::Null) => Ok(None),
-        Some(Value::Array(items)) => Ok(Some(items)),
-        Some(_) => Err(ApiError::invalid(name, format!("`{name}` must be an array"))),
     }
 }
 

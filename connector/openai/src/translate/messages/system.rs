@@ -20,7 +20,8 @@ pub(super) fn without_billing(text: &str) -> Option<&str> {
 }
 
 /// The bytes of a `system` field by which requests are compared: without the line, unless the field is very long.
-pub(crate) fn compared_bytes(system: &[u8]) -> Cow<'_, [u8]> {
+#[must_use]
+pub fn compared_bytes(system: &[u8]) -> Cow<'_, [u8]> {
     if system.len() > PARSED_BYTES_MAX || memmem::find(system, BILLING.as_bytes()).is_none() {
         return Cow::Borrowed(system);
     }

@@ -15,14 +15,13 @@
 //! - `message_stop` follows a finish reason and `[DONE]`. A stream that lacks either ends with the caller's error.
 //! - Nothing is guessed or dropped: a chunk that has no counterpart is an error.
 
-use baton_openai::ApiError;
 use bytes::{Bytes, BytesMut};
 use serde_json::{Value, json};
 
-use super::envelope::event;
-use super::stop::{Calls, Stop, message_id, reasoning, usage};
-use crate::message::sse;
-use crate::message::usage::{JsonScanner, Usage};
+use super::stop::{Calls, Stop, message_id, usage};
+use crate::error::ApiError;
+use crate::translate::chat_reply::{REPLY_BYTES_MAX, calls, is_json, reasoning, untranslatable};
+use crate::translate::events::{event, frames};
 
 /// The kind of an open block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,7 +34,7 @@ enum OpenBlock {
 
 /// The translation of one stream.
 #[derive(Debug, Default)]
-pub(crate) struct MessagesStream {
+pub struct MessagesStream {
     /// The message's id, from the first chunk on.
     id: Option<String>,
     open: Option<OpenBlock>,
@@ -43,8 +42,8 @@ pub(crate) struct MessagesStream {
     blocks: u64,
     /// The index of the last call.
     last_call: Option<u64>,
-    /// Shows whether its arguments are whole.
-    last_arguments: JsonScanner,
+    /// Its arguments so far.
+    last_arguments: String,
     /// The last choice with a finish reason.
     finished: Option<Value>,
     usage: Option<Value>,
@@ -55,30 +54,27 @@ impl MessagesStream {
     ///
     /// # Errors
     /// 502 for a chunk that cannot be translated, or a stream that ends early.
-    pub(crate) fn push(&mut self, frames: &Bytes) -> Result<Bytes, ApiError> {
+    pub(crate) fn push(&mut self, bytes: &[u8]) -> Result<Bytes, ApiError> {
         let (mut out, mut read) = (BytesMut::new(), 0);
-        for frame in sse::frames(frames) {
+        for frame in frames(bytes) {
             read = frame.end;
-            let data = frame.data(frames);
-            if !frame.has_data() {
+            match frame.data {
                 // A comment keeps the connection alive. In Messages an event does.
-                if self.id.is_some() {
-                    out.extend_from_slice(&event(&json!({"type": "ping"})));
+                None if self.id.is_some() => out.extend_from_slice(&event(&json!({"type": "ping"}))),
+                None => {}
+                Some(data) if data.trim_ascii() == b"[DONE]" => self.finish(&mut out)?,
+                Some(data) => {
+                    let chunk = serde_json::from_slice(&data).ok().filter(Value::is_object);
+                    self.chunk(&chunk.ok_or_else(untranslatable)?, &mut out)?;
                 }
-            } else if data.trim_ascii() == b"[DONE]" {
-                self.finish(&mut out)?;
-            } else {
-                let chunk = serde_json::from_slice(&data).ok().filter(Value::is_object);
-                self.chunk(&chunk.ok_or_else(untranslatable)?, &mut out)?;
             }
         }
         // The rest is a part of a frame that is too long for the buffer.
-        if read == frames.len() { Ok(out.freeze()) } else { Err(untranslatable()) }
+        if read == bytes.len() { Ok(out.freeze()) } else { Err(untranslatable()) }
     }
 
     /// Sets the usage of a stream whose engine failed before it sent its own.
-    pub(crate) fn set_usage(&mut self, counted: Usage) {
-        let Usage { prompt, cached, completion } = counted;
+    pub(crate) fn set_usage(&mut self, [prompt, cached, completion]: [u64; 3]) {
         let details = json!({"cached_tokens": cached});
         let chat = json!({"prompt_tokens": prompt, "completion_tokens": completion, "prompt_tokens_details": details});
         self.usage.get_or_insert_with(|| usage(&chat));
@@ -113,7 +109,7 @@ impl MessagesStream {
             self.begin(OpenBlock::Text, || json!({"type": "text", "text": ""}), out);
             self.delta(&json!({"type": "text_delta", "text": text}), out);
         }
-        for call in delta["tool_calls"].as_array().map_or(&[][..], Vec::as_slice) {
+        for call in calls(delta) {
             self.call(call, out)?;
         }
         if choice["finish_reason"].is_string() {
@@ -140,10 +136,13 @@ impl MessagesStream {
             };
             let block = || json!({"type": "tool_use", "id": id, "name": name, "input": {}});
             self.begin(OpenBlock::Tool(index), block, out);
-            (self.last_call, self.last_arguments) = (Some(index), JsonScanner::default());
+            (self.last_call, self.last_arguments) = (Some(index), String::new());
         }
         if !arguments.is_empty() {
-            self.last_arguments.feed(arguments.as_bytes());
+            if self.last_arguments.len() + arguments.len() > REPLY_BYTES_MAX {
+                return Err(untranslatable());
+            }
+            self.last_arguments.push_str(arguments);
             self.delta(&json!({"type": "input_json_delta", "partial_json": arguments}), out);
         }
         Ok(())
@@ -179,7 +178,7 @@ impl MessagesStream {
         let Some(finished) = self.finished.take() else { return Err(untranslatable()) };
         let calls = match self.last_call {
             None => Calls::None,
-            Some(_) if self.last_arguments.is_whole() => Calls::Complete,
+            Some(_) if is_json(&self.last_arguments) => Calls::Complete,
             Some(_) => Calls::Cut,
         };
         let stop = Stop::of(&finished, calls)?;
@@ -190,10 +189,6 @@ impl MessagesStream {
         out.extend_from_slice(&event(&json!({"type": "message_stop"})));
         Ok(())
     }
-}
-
-fn untranslatable() -> ApiError {
-    ApiError::bad_gateway("an engine's stream cannot be translated to Messages")
 }
 
 #[cfg(test)]

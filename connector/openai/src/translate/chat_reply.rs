@@ -1,0 +1,46 @@
+//! What all translations read of a chat's reply.
+
+use serde_json::Value;
+
+use crate::error::ApiError;
+
+/// Maximum bytes of a translated reply, which is parsed: a million tokens without log probabilities, or their ids. Also
+/// the bound on the text of one stream that a translation keeps.
+pub(super) const REPLY_BYTES_MAX: usize = 8 << 20;
+
+/// The id of a chat, without its prefix.
+pub(super) fn bare_id(chat: &Value) -> &str {
+    let id = chat["id"].as_str().unwrap_or_default();
+    id.strip_prefix("chatcmpl-").unwrap_or(id)
+}
+
+/// The reasoning of a message or a delta: vLLM renamed the field.
+pub(super) fn reasoning(message: &Value) -> &str {
+    let text = |name: &str| message[name].as_str().filter(|text| !text.is_empty());
+    text("reasoning_content").or_else(|| text("reasoning")).unwrap_or_default()
+}
+
+/// The calls of a message or a delta.
+pub(super) fn calls(message: &Value) -> &[Value] {
+    message["tool_calls"].as_array().map_or(&[], Vec::as_slice)
+}
+
+/// Whether a text is one JSON value.
+pub(super) fn is_json(text: &str) -> bool {
+    serde_json::from_str::<serde::de::IgnoredAny>(text).is_ok()
+}
+
+/// 502 for a reply that ended before it was complete, such as by `abort`. The APIs have no reason for it.
+pub(super) fn incomplete() -> ApiError {
+    ApiError::bad_gateway("an engine ended the response before it was complete")
+}
+
+/// 502 for a whole reply without a counterpart.
+pub(super) fn unreadable(message: &str) -> ApiError {
+    ApiError::bad_gateway(message)
+}
+
+/// 502 for an event without a counterpart.
+pub(super) fn untranslatable() -> ApiError {
+    ApiError::bad_gateway("an engine's stream cannot be translated")
+}
