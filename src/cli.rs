@@ -14,6 +14,7 @@ use baton_engine::compute::cuda::DeviceChoice;
 use baton_engine::handoff::transport::KvTransport;
 use baton_engine::model::output::{CallFormat, FormatChoice, ReasoningFormat};
 use baton_engine::run::options::Role;
+use baton_engine::scheduler::SchedulingPolicy;
 use baton_engine::scheduler::sequence::Pooling;
 use baton_router::listen_address;
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -264,6 +265,17 @@ fn adapter(text: &str) -> Result<(String, PathBuf), String> {
     }
 }
 
+/// Names as in vLLM.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum SchedulingPolicyArg {
+    /// The order of arrival; a `priority` other than 0 is refused
+    Fcfs,
+    /// The order of the requests' `priority`, lowest first
+    Priority,
+}
+
+same_variants!(SchedulingPolicyArg => SchedulingPolicy: Fcfs, Priority);
+
 #[derive(Debug, Args)]
 pub(crate) struct EngineArgs {
     /// Hugging Face checkpoint directory or GGUF file [default: built-in demo model]
@@ -341,6 +353,9 @@ pub(crate) struct EngineArgs {
     /// Time target per step in milliseconds; 0 for none, only tokens then limit it [default: 100; on a GPU 30]
     #[arg(long, value_name = "MS")]
     pub(crate) step_target_ms: Option<u64>,
+    /// Order in which waiting requests are served
+    #[arg(long, value_name = "NAME", value_enum, default_value = "fcfs")]
+    pub(crate) scheduling_policy: SchedulingPolicyArg,
     /// Engine cores in this process, each with its own KV pool and side channel (`X-data-parallel-rank`)
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) data_parallel_size: usize,

@@ -97,6 +97,7 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     let step_target = args.step_target_ms.map(Duration::from_millis);
     options.step_target = step_target.unwrap_or(if is_gpu { STEP_TARGET_GPU } else { STEP_TARGET_CPU });
     options.max_waiting = args.max_waiting;
+    options.scheduling.policy = args.scheduling_policy.into();
     options.kv_lease_duration = seconds(args.kv_lease_duration, "--kv-lease-duration")?;
     options.kv_load_failure_policy = args.kv_load_failure_policy.into();
     options.offload.host_bytes =

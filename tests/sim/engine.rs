@@ -17,7 +17,7 @@ use baton_engine::engine_core::{CoreEvent, EngineCore, EngineEnv, ProducerAddres
 use baton_engine::offload::OffloadOrder;
 use baton_engine::offload::tier_index::TierConfig;
 use baton_engine::scheduler::sequence::{FinishReason, SeqId};
-use baton_engine::scheduler::{PromptLookup, Scheduler, SchedulerConfig, StepPart};
+use baton_engine::scheduler::{PromptLookup, Scheduler, SchedulerConfig, SchedulingPolicy, StepPart};
 
 use crate::consumer::SimConsumer;
 use crate::device::{self, Device};
@@ -310,6 +310,13 @@ impl Engine {
             Some(lookup) => scheduler.with_prompt_lookup(lookup),
             None => scheduler,
         };
+        // A third of the runs has priorities, and half of them a reserve for growth.
+        let scheduler = match setup.seed % 3 {
+            1 => scheduler.with_policy(SchedulingPolicy::Priority),
+            _ => scheduler,
+        };
+        let scheduler =
+            if setup.seed.is_multiple_of(2) { scheduler.with_growth_reserve() } else { scheduler };
         self.core = Some(EngineCore::new(Box::new(device), scheduler, world));
         self.mail = MailBatch::default();
         self.step = None;

@@ -8,7 +8,7 @@ use baton_connector::fetch::Fetch;
 use baton_connector::{Handle, Handoff};
 use baton_engine::engine_core::fetch_target::FetchTarget;
 use baton_engine::engine_core::mailbox::LegFilter;
-use baton_engine::engine_core::{EngineEnv, SeqEvent, Submission};
+use baton_engine::engine_core::{Deadlines, EngineEnv, SeqEvent, Submission};
 use baton_engine::sampling::SamplingParams;
 use baton_engine::scheduler::sequence::{FinishReason, NewSequence, Purpose, SeqId, StopRule};
 use tokio::sync::mpsc::Receiver;
@@ -108,6 +108,7 @@ impl Sim {
             outbox,
             target: None,
             arrived,
+            deadlines: Deadlines::default(),
         };
         self.engines[engine].mail.submissions.push_back(submission);
         self.engines[engine].fronts.insert(conn, front);
@@ -171,6 +172,7 @@ impl Sim {
                 outbox: outbox.clone(),
                 target: target.take(),
                 arrived,
+                deadlines: Deadlines::default(),
             };
             self.engines[engine].mail.submissions.push_back(submission);
         }
@@ -193,6 +195,8 @@ impl Sim {
             cache_salt: None,
             adapter: None,
             prompt_logprobs: None,
+            // A few values, so that some sequences are more urgent than others.
+            priority: (engine.next_sequence % 3) as i32,
         }
     }
 
@@ -277,6 +281,7 @@ impl Sim {
                 SeqEvent::Finished(end) if end.reason == FinishReason::Abort => Err(503),
                 SeqEvent::Finished(end) => Ok(end.handoff),
                 SeqEvent::DeadEnd(_) => Err(400),
+                SeqEvent::TimedOut(_) => Err(504),
                 SeqEvent::Refused(_) | SeqEvent::LoadFailed(_) | SeqEvent::Unavailable(_) => Err(503),
             };
             self.engines[engine].fronts.remove(&conn);
@@ -309,6 +314,7 @@ impl Sim {
                 }
             }
             SeqEvent::DeadEnd(_) => self.fail_front(engine, conn, 400),
+            SeqEvent::TimedOut(_) => self.fail_front(engine, conn, 504),
             SeqEvent::Refused(_) => {
                 self.counts.queue_full += 1;
                 self.fail_front(engine, conn, 503);

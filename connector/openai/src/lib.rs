@@ -47,6 +47,7 @@ pub use request::{
     TruncationSide, is_constraint,
 };
 pub use request::{DetokenizeRequest, EmbeddingFormat, EmbeddingRequest, TokenizeRequest};
+pub use request::{FIRST_TOKEN_TIMEOUT, REQUEST_TIMEOUT, TIMEOUT_MAX_MS, TimeLeft};
 pub use response::{
     CallDelta, ChoiceDelta, ChunkEncoder, EmbeddingReply, Finish, FinishReason, FinishedChoice, MessageParts,
     ModelCard, PromptTokenLogprob, ReplyHead, StopReason, TokenLogprob, ToolCall, TopLogprob, Usage,

@@ -13,6 +13,7 @@ mod restrictions;
 mod sampling;
 mod schema_work;
 mod structured;
+mod timeouts;
 mod tokens;
 mod unsupported;
 
@@ -25,6 +26,7 @@ pub use restrictions::TokenRestrictions;
 pub use sampling::SamplingOptions;
 pub(crate) use structured::CONSTRAINT_JSON_BYTES_MAX;
 pub use structured::{JsonWhitespace, OutputConstraint, StructuredOutput, is_constraint};
+pub use timeouts::{FIRST_TOKEN_TIMEOUT, REQUEST_TIMEOUT, TIMEOUT_MAX_MS, TimeLeft};
 pub use tokens::{DetokenizeRequest, TokenizeRequest};
 
 use serde_json::{Map, Value};
@@ -126,6 +128,9 @@ pub struct GenerateRequest {
     pub return_token_ids: bool,
     /// Separates prefix caches: only requests with the same salt share blocks (vLLM's extension).
     pub cache_salt: Option<String>,
+    /// Lower is served first, where the engine schedules by priority (vLLM's extension). Default 0; a router leaves it
+    /// to the engine.
+    pub priority: i32,
     /// An opaque name for logs and quotas.
     pub user: Option<String>,
     /// The handoff, not parsed here. A router removes a client's, an engine passes it to its connector.
@@ -171,9 +176,10 @@ const SMALL_FIELDS: [&str; 34] = [
 ];
 
 /// Fields that only an engine reads. A router leaves their bounds to the engine.
-const ENGINE_FIELDS: [&str; 6] = [
+const ENGINE_FIELDS: [&str; 7] = [
     "allowed_token_ids",
     "bad_words",
+    "priority",
     "prompt_logprobs",
     "truncate_prompt_tokens",
     "truncation_side",
@@ -298,6 +304,7 @@ impl GenerateRequest {
             stream_options: stream_options(fields, stream)?,
             return_token_ids: fields.boolean("return_token_ids")?.unwrap_or(false),
             cache_salt: non_empty_string(fields, "cache_salt")?,
+            priority: priority(fields, limits.scope)?,
             user: fields.string("user")?.map(str::to_owned),
             kv_transfer_params: kv_transfer_params(fields)?,
             input,
@@ -316,6 +323,14 @@ impl GenerateRequest {
     pub fn sequences(&self) -> usize {
         self.input.prompts() * self.n as usize
     }
+}
+
+fn priority(fields: Fields<'_>, scope: Scope) -> Result<i32, ApiError> {
+    if scope == Scope::AnyEngine {
+        return Ok(0);
+    }
+    let number = fields.integer("priority", i32::MIN.into()..=i32::MAX.into())?;
+    Ok(number.map_or(0, |number| i32::try_from(number).expect("within a range of i32")))
 }
 
 fn non_empty_string(fields: Fields<'_>, name: &str) -> Result<Option<String>, ApiError> {

@@ -15,7 +15,9 @@ use baton_engine::compute::cuda::{CudaExecutor, DeviceOptions, Element, PoolSize
 use baton_engine::compute::{Executor, ExecutorError, Logits, LogitsRequest, SeqStep};
 use baton_engine::engine_core::fetch_target::FetchTarget;
 use baton_engine::engine_core::mailbox::MailBatch;
-use baton_engine::engine_core::{CoreEvent, EngineCore, EngineEnv, ProducerAddress, SeqEvent, Submission};
+use baton_engine::engine_core::{
+    CoreEvent, DeadlineKind, Deadlines, EngineCore, EngineEnv, ProducerAddress, SeqEvent, Submission,
+};
 use baton_engine::model::config::ModelConfig;
 use baton_engine::model::generation::GenerationDefaults;
 use baton_engine::model::weights::Weights;
@@ -200,6 +202,7 @@ fn submission_mail(
         cache_salt: None,
         adapter: None,
         prompt_logprobs: None,
+        priority: 0,
     };
     let submission = Submission {
         sequence,
@@ -210,6 +213,7 @@ fn submission_mail(
         outbox,
         target: None,
         arrived: Instant::now(),
+        deadlines: Deadlines::default(),
     };
     let mut mail = MailBatch::default();
     mail.submissions.push_back(submission);
@@ -321,4 +325,52 @@ fn a_lease_that_ends_during_a_step_frees_its_blocks_before_the_step_ends() {
     assert_eq!(*emitted_in_step.lock().unwrap(), ["r1: 2 blocks freed"]);
     core.finish_step(&plan, MailBatch::default());
     assert!(emitted.lock().unwrap().is_empty() && core.live() == 1);
+}
+
+/// Lets a core act until a sequence has ended.
+fn last_event(core: &mut EngineCore<RecordingEnv>, inbox: &mut Receiver<(u32, SeqEvent)>) -> SeqEvent {
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_secs(60) {
+        core.take_in(MailBatch::default());
+        if let Ok((_, event)) = inbox.try_recv() {
+            return event;
+        }
+        std::thread::yield_now();
+    }
+    panic!("the sequence has not ended");
+}
+
+#[test]
+fn a_sequence_ends_at_its_deadline_and_frees_its_blocks() {
+    let DeviceBench { mut core, .. } = bench();
+    let soon = || Some(Instant::now() + Duration::from_millis(20));
+    let with = |id, deadlines| {
+        let (mut mail, inbox) = request(id, Purpose::Plain, 2);
+        mail.submissions[0].deadlines = deadlines;
+        (mail, inbox)
+    };
+    let whole = soon();
+    let (mail, mut running) = with(1, Deadlines { first_token: None, whole });
+    core.take_in(mail);
+    assert_eq!((core.schedule().0.len(), core.wake_at()), (1, whole));
+    let (mail, _second) = with(2, Deadlines::default());
+    core.take_in(mail);
+    core.schedule();
+    // Two sequences have all places.
+    let (mail, mut waiting) = with(3, Deadlines { first_token: soon(), whole: None });
+    core.take_in(mail);
+    core.schedule();
+    assert_eq!((core.usage_and_load().1.waiting, core.live()), (1, 3));
+    let ended = last_event(&mut core, &mut running);
+    assert!(matches!(ended, SeqEvent::TimedOut(DeadlineKind::Whole)), "{ended:?}");
+    let ended = last_event(&mut core, &mut waiting);
+    assert!(matches!(ended, SeqEvent::TimedOut(DeadlineKind::FirstToken)), "{ended:?}");
+    let (usage, load) = core.usage_and_load();
+    assert_eq!((core.live(), usage.active, load.waiting, load.running), (1, 2, 0, 1));
+    assert_eq!(core.wake_at(), None, "no deadline is left");
+    // A request without time is refused at once.
+    let (mail, mut late) = with(4, Deadlines { first_token: None, whole: Some(Instant::now()) });
+    core.take_in(mail);
+    assert!(matches!(late.try_recv(), Ok((0, SeqEvent::TimedOut(DeadlineKind::Whole)))));
+    assert_eq!(core.live(), 1);
 }

@@ -224,6 +224,17 @@ impl BlockPool {
         blocks.iter().filter(|id| stored_only(&self.blocks[id.index()])).count()
     }
 
+    /// The number of a request's blocks that are free when it releases them. `blocks` are in the order of its tokens.
+    /// Requests share blocks from the first token on, so the shared ones come first.
+    #[must_use]
+    pub fn count_own(&self, blocks: &[BlockId]) -> usize {
+        let is_shared = |id: &BlockId| {
+            let block = &self.blocks[id.index()];
+            block.active > 1 || block.leased > 0
+        };
+        blocks.len() - blocks.partition_point(is_shared)
+    }
+
     /// Adds a hold to blocks found by [`Self::match_prefix`].
     pub fn share(&mut self, blocks: &[BlockId]) {
         for &id in blocks {

@@ -13,15 +13,15 @@ impl<S: EngineEnv> EngineCore<S> {
     /// can proceed.
     pub(super) fn break_deadlock(&mut self, idle: bool) -> bool {
         if !(idle && self.scheduler.waits_for_leases()) {
-            self.stalled_since = None;
+            self.timers.stalled_since = None;
             return false;
         }
         let now = self.env.now();
-        let since = *self.stalled_since.get_or_insert(now);
+        let since = *self.timers.stalled_since.get_or_insert(now);
         if now.saturating_duration_since(since) < DRAIN_DEADLINE {
             return false;
         }
-        self.stalled_since = None;
+        self.timers.stalled_since = None;
         let Some(id) = self.scheduler.first_waiting_consumer() else { return false };
         tracing::warn!(
             parent: request_span!(self.request_of(id)), event = "handoff_deadlock_broken", seq = id.0,

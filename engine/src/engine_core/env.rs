@@ -139,6 +139,8 @@ pub enum CoreEvent<'a> {
     },
     /// A step has ended.
     Step(StepTiming),
+    /// A sequence was ended at its deadline. The label of what it did.
+    TimedOut(&'static str),
     /// The device has failed. The engine cannot continue.
     DeviceFailed(&'a str),
 }

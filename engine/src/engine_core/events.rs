@@ -68,14 +68,18 @@ impl<S: EngineEnv> EngineCore<S> {
         }
     }
 
-    pub(super) fn emit_started(&mut self, plan: &[StepPart]) {
+    /// Emits the starts of sequences, and returns their number.
+    pub(super) fn emit_started(&mut self, plan: &[StepPart]) -> usize {
+        let mut started = 0;
         for part in plan {
             if let Some(live) = self.live.get_mut(&part.id)
                 && !std::mem::replace(&mut live.start_emitted, true)
             {
                 self.env.emit(&live.request, live.index, RequestEvent::Started(part.start));
+                started += 1;
             }
         }
+        started
     }
 
     /// Emits the end of a step over a prompt.

@@ -32,6 +32,34 @@ pub struct Submission {
     pub target: Option<FetchTarget>,
     /// When the request arrived.
     pub arrived: Instant,
+    /// Until when its client waits.
+    pub deadlines: Deadlines,
+}
+
+/// Until when a client waits for a response.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Deadlines {
+    /// For its first token.
+    pub first_token: Option<Instant>,
+    /// For all of it.
+    pub whole: Option<Instant>,
+}
+
+/// What was not there at a deadline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum DeadlineKind {
+    /// The first token.
+    FirstToken,
+    /// The whole response.
+    Whole,
+}
+
+impl Deadlines {
+    /// Each deadline with its kind.
+    pub(crate) fn each(self) -> impl Iterator<Item = (Instant, DeadlineKind)> {
+        let first = self.first_token.map(|at| (at, DeadlineKind::FirstToken));
+        first.into_iter().chain(self.whole.map(|at| (at, DeadlineKind::Whole)))
+    }
 }
 
 /// An event of a sequence, for its front end.
@@ -59,6 +87,8 @@ pub enum SeqEvent {
     LoadFailed(FailureKind),
     /// The end: no token is left that its constraint permits. Another engine would end it at the same token.
     DeadEnd(&'static str),
+    /// The end: its deadline passed.
+    TimedOut(DeadlineKind),
     /// The end: the engine is shutting down or its device failed.
     Unavailable(&'static str),
 }

@@ -28,6 +28,7 @@ mod sampler;
 pub mod status;
 mod step_batch;
 mod step_time;
+mod timers;
 mod verifying;
 
 use std::collections::{HashMap, HashSet};
@@ -37,7 +38,6 @@ use std::time::{Duration, Instant};
 
 use baton_connector::fetch::ReleaseReason;
 use baton_connector::ledger::ClosedLease;
-use baton_connector::limits::DRAIN_DEADLINE;
 use baton_connector::{BlockId, RequestId};
 use baton_connector_leases::event_log::RequestEvent;
 use tokio::sync::mpsc::Sender;
@@ -46,9 +46,10 @@ use self::early_aborts::EarlyAborts;
 pub use self::env::{CoreEvent, EngineEnv};
 use self::events::PendingFree;
 use self::leasing::EarlyLease;
-pub use self::messages::{ProducerAddress, SeqEnd, SeqEvent, Submission};
+pub use self::messages::{DeadlineKind, Deadlines, ProducerAddress, SeqEnd, SeqEvent, Submission};
 use self::pooling::PromptCollector;
 use self::sampler::{RowOutcome, Sampler};
+use self::timers::{CoreTimers, TOO_LATE};
 use crate::blocks::digests::{DigestPage, DigestRequest, page_blocks};
 use crate::blocks::pool::BlockUsage;
 use crate::compute::{Executor, SeqStep};
@@ -101,9 +102,7 @@ pub struct EngineCore<S> {
     /// Removed sequences whose blocks are not all free yet.
     pending_free: HashMap<SeqId, PendingFree>,
     sampler: Sampler,
-    closing: Option<Instant>,
-    /// Since when only leases hold blocks and no sequence can proceed.
-    stalled_since: Option<Instant>,
+    timers: CoreTimers,
     aborted_early: EarlyAborts,
     /// The core ends sequences with an answer that a router retries on another engine.
     refusing: bool,
@@ -122,8 +121,7 @@ impl<S: EngineEnv> EngineCore<S> {
             stopping: HashMap::new(),
             pending_free: HashMap::new(),
             sampler: Sampler::default(),
-            closing: None,
-            stalled_since: None,
+            timers: CoreTimers::default(),
             aborted_early: EarlyAborts::default(),
             refusing: false,
         }
@@ -158,7 +156,8 @@ impl<S: EngineEnv> EngineCore<S> {
         let plan = self.plan_step();
         let acted = self.carry_out_effects();
         let broke_up = self.break_deadlock(plan.is_empty() && !acted);
-        self.emit_started(&plan);
+        let begun = self.emit_started(&plan);
+        self.measure_pace(begun);
         (plan, acted || broke_up)
     }
 
@@ -240,7 +239,7 @@ impl<S: EngineEnv> EngineCore<S> {
     /// Processes the mail that has arrived.
     pub fn take_in(&mut self, mail: MailBatch) {
         if mail.closing.is_some() {
-            self.closing = mail.closing;
+            self.timers.closing = mail.closing;
         }
         self.check_device();
         for settled in mail.settled {
@@ -274,8 +273,9 @@ impl<S: EngineEnv> EngineCore<S> {
         if mail.reset_tiers {
             self.scheduler.reset_tiers();
         }
+        self.end_late();
         self.carry_out_effects();
-        if self.closing.is_some_and(|deadline| self.env.now() >= deadline) {
+        if self.timers.closing.is_some_and(|deadline| self.env.now() >= deadline) {
             self.end_all(FinishReason::Abort, || SeqEvent::Unavailable("the engine is shutting down"));
             self.env.release_all("shutdown");
         }
@@ -320,7 +320,8 @@ impl<S: EngineEnv> EngineCore<S> {
     }
 
     fn accept(&mut self, submission: Submission) {
-        let Submission { sequence, sampling, grammar, index, tag, outbox, target, arrived } = submission;
+        let Submission { sequence, sampling, grammar, index, tag, outbox, target, arrived, deadlines } =
+            submission;
         let (id, request) = (sequence.id, sequence.request.clone());
         if self.was_aborted_early(&request, matches!(sequence.purpose, Purpose::Produce { .. })) {
             tracing::debug!(parent: request_span!(&request), event = "request_aborted_early",
@@ -328,6 +329,11 @@ impl<S: EngineEnv> EngineCore<S> {
             self.env.emit(&request, index, RequestEvent::Refused { reason: ABORTED_EARLY, tag });
             let end = SeqEnd { reason: FinishReason::Abort, handoff: None, embedding: None };
             self.refuse(&outbox, index, target.as_ref(), SeqEvent::Finished(Box::new(end)), ABORTED_EARLY);
+            return;
+        }
+        if let Some((event, reason)) = self.refuses_late(&sequence, deadlines) {
+            self.env.emit(&request, index, RequestEvent::Refused { reason, tag });
+            self.refuse(&outbox, index, target.as_ref(), event, reason);
             return;
         }
         let counts = TokenCounts::for_params(&sampling, &sequence.prompt);
@@ -339,6 +345,7 @@ impl<S: EngineEnv> EngineCore<S> {
             let reason = match refusal {
                 Refusal::QueueFull { .. } => QUEUE_FULL,
                 Refusal::TooLong { .. } => "too_long",
+                Refusal::TooLate { .. } => TOO_LATE,
             };
             self.env.emit(&request, index, RequestEvent::Refused { reason, tag });
             self.refuse(&outbox, index, target.as_ref(), SeqEvent::Refused(refusal), reason);
@@ -353,6 +360,7 @@ impl<S: EngineEnv> EngineCore<S> {
         }
         self.env.emit(&request, index, queued);
         self.by_request.entry(request.clone()).or_default().push(id);
+        self.timers.deadlines.add(id, deadlines);
         let (last_token, early, start_emitted) = (None, None, false);
         let live = LiveSequence {
             request,
@@ -382,7 +390,7 @@ impl<S: EngineEnv> EngineCore<S> {
     ) {
         if let Some(target) = target {
             // Another engine may have capacity. A router that settles retries the lease there.
-            if target.survives_refusal && reason == QUEUE_FULL {
+            if target.survives_refusal && [QUEUE_FULL, TOO_LATE].contains(&reason) {
                 self.env.record(CoreEvent::EarlyRejection("left_to_router"));
             } else {
                 self.env.release_at_producer(target, ReleaseReason::Rejected.label());
@@ -513,6 +521,7 @@ impl<S: EngineEnv> EngineCore<S> {
         let summary = self.scheduler.sequence(id).map(events::end_summary);
         let finished = self.scheduler.finish(id, reason)?;
         let live = self.live.remove(&id).expect("what is scheduled is live");
+        self.timers.deadlines.remove(id);
         if let Some(summary) = summary {
             self.emit_ended(id, &live, reason, summary);
         }
@@ -536,26 +545,6 @@ impl<S: EngineEnv> EngineCore<S> {
             self.stopping.remove(&id);
         }
         Some((finished, live))
-    }
-
-    /// The time until which the loop may sleep without mail.
-    #[must_use]
-    pub fn wake_at(&self) -> Option<Instant> {
-        let stuck = self.stalled_since.map(|since| since + DRAIN_DEADLINE);
-        let closing = self
-            .closing
-            .map(|deadline| if self.env.now() < deadline { deadline } else { deadline + QUIET_GRACE });
-        stuck.into_iter().chain(closing).min()
-    }
-
-    /// Whether the engine is closing, and has no work left or no time left.
-    #[must_use]
-    pub fn is_finished(&self) -> bool {
-        let Some(deadline) = self.closing else { return false };
-        let load = self.scheduler.load();
-        let settled =
-            self.live.is_empty() && load.stopping == 0 && load.offloading == 0 && self.env.live_leases() == 0;
-        settled || self.env.now() >= deadline + QUIET_GRACE
     }
 }
 

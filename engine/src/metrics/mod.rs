@@ -15,6 +15,7 @@ use baton_connector::{exchange, fetch};
 use metrics::{Counter, Gauge, Histogram, Label, SharedString};
 
 use self::handles::HandleCache;
+use self::pressure::PressureMetrics;
 use self::registry::Registry;
 use self::steps::StepMetrics;
 use crate::blocks::pool::BlockUsage;
@@ -59,6 +60,7 @@ mod drafts;
 mod handles;
 #[cfg(test)]
 mod page;
+mod pressure;
 mod registry;
 mod steps;
 mod tiers;
@@ -92,7 +94,7 @@ pub struct EngineMetrics {
     loading: Gauge,
     blocks: [Gauge; 6],
     leases: Gauge,
-    preemptions: Counter,
+    pressure: PressureMetrics,
     ignored: Counter,
     prompt_tokens: Counter,
     generation_tokens: Counter,
@@ -152,7 +154,7 @@ impl EngineMetrics {
                 make.gauge_labelled("baton_kv_blocks", "KV blocks by state.", &[Label::new("state", state)])
             }),
             leases: make.gauge("baton_kv_leases", "Live leases."),
-            preemptions: make.counter("vllm:num_preemptions_total", "Preemptions."),
+            pressure: PressureMetrics::new(&make),
             ignored: make.counter("baton_late_events_total", "Late or repeated events that changed nothing."),
             prompt_tokens: make.counter("vllm:prompt_tokens_total", "Prompt tokens."),
             generation_tokens: make.counter("vllm:generation_tokens_total", "Generated tokens."),
@@ -234,7 +236,7 @@ impl EngineMetrics {
             gauge.set(blocks as f64);
         }
         self.leases.set(leases as f64);
-        self.preemptions.absolute(load.preemptions);
+        self.pressure.publish(&load);
         self.ignored.absolute(load.ignored);
     }
 
@@ -373,6 +375,11 @@ impl EngineMetrics {
         let help = "Requests with a handoff that the engine refused, releasing their lease.";
         let make = || self.make().counter_with("baton_early_rejections_total", help, "reason", reason);
         self.rejections.with([reason, ""], make, |counter| counter.increment(1));
+    }
+
+    /// A sequence was ended at its deadline.
+    pub fn timed_out(&self, phase: &'static str) {
+        self.pressure.timed_out(phase);
     }
 
     /// Model and cache, as labels (`vllm:cache_config_info`).

@@ -15,8 +15,8 @@ use crate::kv_events::KvEventsConfig;
 use crate::model::output::OutputOptions;
 use crate::model::{ModelError, ModelFiles};
 use crate::offload::open::OffloadOptions;
-use crate::scheduler::PromptLookup;
 use crate::scheduler::sequence::Pooling;
+use crate::scheduler::{PromptLookup, SchedulingPolicy};
 
 /// Limit of the bytes of all request bodies: eight of the largest, or some thousand usual ones.
 pub(crate) const BODY_BYTES_TOTAL: usize = 256 << 20;
@@ -77,6 +77,8 @@ pub struct EngineOptions {
     pub step_target: Duration,
     /// Limit of the waiting sequences.
     pub max_waiting: usize,
+    /// The order of sequences, and what admission leaves to running ones.
+    pub scheduling: SchedulingOptions,
     /// Lifetime of an unread lease (`kv_lease_duration`).
     pub kv_lease_duration: Duration,
     /// The handling of a request whose blocks cannot be fetched.
@@ -136,6 +138,7 @@ impl EngineOptions {
             speculation: None,
             step_target: Duration::ZERO,
             max_waiting: 1024,
+            scheduling: SchedulingOptions::default(),
             kv_lease_duration: LeaseTerms::default().duration,
             kv_load_failure_policy: LoadFailurePolicy::Recompute,
             offload: OffloadOptions::default(),
@@ -160,6 +163,22 @@ pub struct ServedNames {
     pub model: Option<String>,
     /// Those of adapters, in PEFT's format, with their folders. Only on the CPU.
     pub adapters: Vec<(String, PathBuf)>,
+}
+
+/// The order of an engine's sequences.
+#[derive(Clone, Copy, Debug)]
+pub struct SchedulingOptions {
+    /// The order in which waiting sequences are served.
+    pub policy: SchedulingPolicy,
+    /// Whether admission leaves blocks for the growth of running sequences. Without it, a full pool preempts more
+    /// often; for comparisons and tests.
+    pub growth_reserve: bool,
+}
+
+impl Default for SchedulingOptions {
+    fn default() -> Self {
+        Self { policy: SchedulingPolicy::default(), growth_reserve: true }
+    }
 }
 
 /// Why an engine cannot start.

@@ -38,7 +38,7 @@ use crate::offload::open::OpenTiers;
 use crate::offload::workers::OffloadWorkers;
 use crate::run::options::{EngineOptions, StartError, system};
 use crate::run::step_loop::{LiveEnv, StepLoop};
-use crate::scheduler::{Scheduler, SchedulerConfig};
+use crate::scheduler::{Scheduler, SchedulerConfig, SchedulingPolicy};
 
 /// The handles of one core for the HTTP server.
 pub struct DpRank {
@@ -56,6 +56,8 @@ pub struct DpRank {
     pub status: Arc<SharedStatus>,
     /// Its event log.
     pub log: RankLog,
+    /// The order in which it serves waiting sequences.
+    pub policy: SchedulingPolicy,
     /// Where it publishes KV events, as vLLM reports it.
     pub kv_event_source: Option<serde_json::Value>,
     /// Its requests that have not ended.
@@ -219,7 +221,10 @@ impl RankContext<'_> {
             },
             blocks,
         )
-        .with_step_target(options.step_target);
+        .with_step_target(options.step_target)
+        .with_policy(options.scheduling.policy);
+        let scheduler =
+            if options.scheduling.growth_reserve { scheduler.with_growth_reserve() } else { scheduler };
         let scheduler = match options.speculation {
             Some(lookup) => scheduler.with_prompt_lookup(lookup),
             None => scheduler,
@@ -316,6 +321,7 @@ impl RunningRank {
             metrics: Arc::clone(&metrics),
             status: Arc::clone(&status),
             log: log.clone(),
+            policy: options.scheduling.policy,
             kv_event_source: events.as_ref().map(|publisher| publisher.source().clone()),
             requests: AtomicUsize::new(0),
         });

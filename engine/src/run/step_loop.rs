@@ -233,6 +233,7 @@ impl EngineEnv for LiveEnv {
             CoreEvent::LoadFailed(policy) => self.metrics.load_failed(policy),
             CoreEvent::Finished { reason, after, .. } => self.metrics.finished(reason, after),
             CoreEvent::Step(timing) => self.metrics.step(timing),
+            CoreEvent::TimedOut(phase) => self.metrics.timed_out(phase),
             CoreEvent::DeviceFailed(why) => self.status.set_failed(why.to_owned()),
         }
     }

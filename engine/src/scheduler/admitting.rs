@@ -5,9 +5,16 @@
 //! fetch passes any number of prompts, and begins in the step after its submission if a place and blocks are free. A
 //! loaded sequence still has tokens to compute. Loads that pass one prompt have together at most one step's tokens,
 //! so the prompt is not starved.
+//!
+//! Admission leaves blocks to running sequences: one each, up to a share of the pool, and with a growth reserve as
+//! many as they are predicted to need soon (`growth.rs`). Where none is left, a sequence waits, and so do those behind
+//! it.
+
+use baton_connector::BlockId;
 
 use super::drafting::Drafting;
 use super::offloading::{HANDOFF, OFFLOAD};
+use super::order::AdmissionDemand;
 use super::step_budget::StepBudget;
 use super::{Scheduler, StepPart};
 use crate::blocks::pool::Hold;
@@ -31,7 +38,7 @@ pub(super) struct QueueBypass {
 /// The sequences that have been admitted and have not ended.
 #[derive(Debug, Default)]
 pub(super) struct AdmittedSequences {
-    /// Those that take part in steps, in the order in which they began to.
+    /// Those that take part in steps: by priority, if the scheduler orders by it, then in the order in which they began.
     pub(super) running: Vec<SeqId>,
     /// How many wait for a transfer.
     pub(super) fetching: usize,
@@ -39,7 +46,6 @@ pub(super) struct AdmittedSequences {
     pub(super) loading: usize,
     /// The drafts of those that decode. A waiting sequence keeps its own.
     pub(super) drafting: Drafting,
-    bypass: QueueBypass,
 }
 
 impl AdmittedSequences {
@@ -91,7 +97,7 @@ impl Scheduler {
             }
             let bypass_tokens = match head {
                 None => usize::MAX,
-                Some(_) => self.config.max_num_batched_tokens.saturating_sub(self.admitted.bypass.tokens),
+                Some(_) => self.config.max_num_batched_tokens.saturating_sub(self.admission.bypass.tokens),
             };
             let tokens = if self.may_begin(id, budget) { budget.most(0) } else { 0 };
             let limits = AdmissionLimits { budget: tokens, bypass_tokens, reserved_blocks: reserved };
@@ -104,12 +110,12 @@ impl Scheduler {
                 }
                 Admission::Fetch(left) => {
                     self.waiting.remove(at);
-                    self.admitted.bypass.tokens += head.map_or(0, |_| left);
+                    self.admission.bypass.tokens += head.map_or(0, |_| left);
                 }
                 Admission::Gated => at += 1,
                 Admission::NoBudget(blocks) => {
-                    if head.is_none() && self.admitted.bypass.head != Some(id) {
-                        self.admitted.bypass = QueueBypass { head: Some(id), tokens: 0 };
+                    if head.is_none() && self.admission.bypass.head != Some(id) {
+                        self.admission.bypass = QueueBypass { head: Some(id), tokens: 0 };
                     }
                     head = head.or(Some(id));
                     passed += 1;
@@ -125,25 +131,20 @@ impl Scheduler {
 
     /// Blocks that admission leaves to running sequences, at most one each. Without them, the next sequence that
     /// fills a block would preempt the newly admitted one.
-    fn reserved_blocks(&self) -> usize {
+    pub(super) fn reserved_blocks(&self) -> usize {
         self.admitted.count().min(self.pool.usage().total.div_ceil(RESERVE_SHARE))
     }
 
-    /// Allocates blocks for all tokens of a waiting sequence, so that no prompt stops half-way.
-    fn admit(&mut self, id: SeqId, limits: &AdmissionLimits) -> Admission {
-        let AdmissionLimits { budget, bypass_tokens, reserved_blocks } = *limits;
+    /// Whether a sequence waits for the prompt of the one that it follows.
+    pub(super) fn is_gated(&self, id: SeqId) -> bool {
+        let leader = self.sequences[&id].turn.follows.and_then(|leader| self.sequences.get(&leader));
+        leader.is_some_and(|leader| leader.computed < leader.prompt_len)
+    }
+
+    /// The cached blocks that a waiting sequence begins with, and the number of the following ones in the tiers.
+    pub(super) fn find_prefix(&mut self, id: SeqId) -> (Vec<BlockId>, usize) {
         let block_tokens = self.config.block_tokens;
-        let reserved = reserved_blocks + self.reserved_blocks();
-        let gate = self.sequences[&id].follows.and_then(|leader| self.sequences.get(&leader));
-        if gate.is_some_and(|leader| leader.computed < leader.prompt_len) {
-            return Admission::Gated;
-        }
         let sequence = self.sequences.get_mut(&id).expect("a waiting sequence is known");
-        let fetches = matches!(sequence.purpose, Purpose::Consume(_));
-        let most = sequence.tokens.len().div_ceil(block_tokens);
-        if budget == 0 && !fetches && self.offload.is_none() {
-            return Admission::NoBudget(most);
-        }
         sequence.extend_hashes(block_tokens);
         // At least one token is computed, so that there are logits to sample from. If the prompt is leased, that
         // token belongs to the prompt: no other sequence has the last block of a lease.
@@ -153,20 +154,43 @@ impl Scheduler {
         let chain = &sequence.blocks.hashes[..matchable.min(sequence.blocks.hashes.len())];
         let prefix = self.pool.match_prefix(chain);
         let in_tiers = self.offload.as_ref().map_or(0, |offload| offload.prefix_len(&chain[prefix.len()..]));
-        let left = sequence.tokens.len() - (prefix.len() + in_tiers) * block_tokens;
-        if budget == 0 && !fetches && (in_tiers == 0 || left > bypass_tokens) {
+        (prefix, in_tiers)
+    }
+
+    /// Allocates blocks for all tokens of a waiting sequence, so that no prompt stops half-way.
+    fn admit(&mut self, id: SeqId, limits: &AdmissionLimits) -> Admission {
+        let AdmissionLimits { budget, bypass_tokens, reserved_blocks } = *limits;
+        let block_tokens = self.config.block_tokens;
+        if self.is_gated(id) {
+            return Admission::Gated;
+        }
+        let sequence = &self.sequences[&id];
+        let (tokens, fetches) = (sequence.tokens.len(), matches!(sequence.purpose, Purpose::Consume(_)));
+        let most = tokens.div_ceil(block_tokens);
+        if budget == 0 && !fetches && self.offload.is_none() {
+            return Admission::NoBudget(most);
+        }
+        let (prefix, in_tiers) = self.find_prefix(id);
+        let found = (prefix.len() + in_tiers) * block_tokens;
+        if budget == 0 && !fetches && (in_tiers == 0 || tokens - found > bypass_tokens) {
             return Admission::NoBudget(most);
         }
         let fresh = most - prefix.len();
-        let wanted = fresh + self.pool.count_idle(&prefix) + reserved;
-        if wanted > self.pool.available() {
+        let taken = fresh + self.pool.count_idle(&prefix) + reserved_blocks;
+        let (wanted, available) = (taken + self.reserved_blocks(), self.pool.available());
+        if wanted > available {
             // Blocks of its own prefix that are held only for a store would then be idle, and taken.
             let wanted = wanted + self.pool.count_only_storing(&prefix);
-            let but_for_stores = wanted <= self.pool.available() + self.pool.usage().storing;
+            let but_for_stores = wanted <= available + self.pool.usage().storing;
             return Admission::NoBlocks { but_for_stores };
         }
+        if !self.leaves_growth(&AdmissionDemand { id, most, fresh }, available - taken) {
+            return Admission::NoBlocks { but_for_stores: false };
+        }
         let cached = prefix.len() * block_tokens;
+        self.count_recomputed(id, found);
         self.pool.share(&prefix);
+        let sequence = self.sequences.get_mut(&id).expect("a waiting sequence is known");
         sequence.blocks.begin_with(prefix);
         let recorded = sequence.record_found(&mut self.pool, block_tokens);
         sequence.reuse.set_cached(cached.min(sequence.prompt_len));

@@ -105,6 +105,7 @@ mod tests {
             cache_salt: salt.map(Into::into),
             adapter: None,
             prompt_logprobs: None,
+            priority: 0,
         };
         scheduler.submit(new).expect("accepted");
     }

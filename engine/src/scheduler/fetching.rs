@@ -136,7 +136,7 @@ impl Scheduler {
         if sequence.phase == Phase::Fetching {
             sequence.phase = Phase::Waiting;
             self.admitted.fetching -= 1;
-            self.waiting.push_front(id);
+            self.enqueue_again(id);
         }
         self.effects.push(Effect::Recomputing(id));
     }

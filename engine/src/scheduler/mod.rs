@@ -15,7 +15,7 @@
 //! (`prompts.rs`). Then it admits sequences from the queue in order, while the budget lasts: of tokens, and of time if
 //! there is a target (`step_budget.rs`). Fetches and loads need no budget: they also begin behind prompts that wait for
 //! it. When no block is free, the youngest running sequence is preempted: its blocks are released and it is recomputed
-//! later. Admission leaves a few blocks to running sequences.
+//! later. Admission leaves blocks to running sequences (`growth.rs`). Sequences can have priorities (`order.rs`).
 //!
 //! Invariants:
 //! - 1, 2, 3: as kept by [`BlockPool`].
@@ -28,8 +28,10 @@ mod admitting;
 mod cache_events;
 mod drafting;
 mod fetching;
+mod growth;
 mod leasing;
 mod offloading;
+mod order;
 mod pending_releases;
 mod prompts;
 pub mod sequence;
@@ -38,6 +40,7 @@ mod step_cost;
 mod windows;
 
 use std::collections::{HashMap, VecDeque};
+use std::time::Duration;
 
 use baton_connector::BlockId;
 use baton_connector::fetch::{FailureKind, LoadFailurePolicy, ReleaseReason};
@@ -47,6 +50,8 @@ use baton_connector::offload::TransferId;
 use self::admitting::{Admission, AdmittedSequences};
 pub use self::drafting::{DRAFTS_MAX, LOOKUP_MAX, PromptLookup};
 use self::offloading::{HANDOFF, OFFLOAD, TierOffload};
+use self::order::AdmissionState;
+pub use self::order::SchedulingPolicy;
 use self::pending_releases::PendingReleases;
 pub use self::pending_releases::{OutsideStep, StepSequences};
 use self::step_budget::StepPacing;
@@ -152,6 +157,14 @@ pub enum Refusal {
         /// The limit of the model and the pool.
         capacity: usize,
     },
+    /// The queue takes longer than the request may wait.
+    #[error("{ahead} requests wait before this one, for about {} ms: longer than it may wait", .wait.as_millis())]
+    TooLate {
+        /// Requests before it.
+        ahead: usize,
+        /// The time that they are expected to take.
+        wait: Duration,
+    },
 }
 
 /// Requests by phase, and counts since the start.
@@ -169,6 +182,8 @@ pub struct SchedulerLoad {
     pub stopping: usize,
     /// Preemptions since the start.
     pub preemptions: u64,
+    /// Tokens computed again after preemptions, since the start.
+    pub recomputed_tokens: u64,
     /// Late or repeated events since the start.
     pub ignored: u64,
     /// Orders to the offload workers that have not ended.
@@ -186,6 +201,7 @@ pub struct Scheduler {
     pool: BlockPool,
     sequences: HashMap<SeqId, Sequence>,
     waiting: VecDeque<SeqId>,
+    admission: AdmissionState,
     admitted: AdmittedSequences,
     pacing: StepPacing,
     /// Finished while a transfer was still writing into their landing blocks.
@@ -193,7 +209,6 @@ pub struct Scheduler {
     pending_releases: PendingReleases,
     offload: Option<TierOffload>,
     effects: Vec<Effect>,
-    preemptions: u64,
     ignored: u64,
 }
 
@@ -206,13 +221,13 @@ impl Scheduler {
             pool: BlockPool::new(blocks),
             sequences: HashMap::new(),
             waiting: VecDeque::new(),
+            admission: AdmissionState::default(),
             admitted: AdmittedSequences::default(),
             pacing: StepPacing::default(),
             stopping: HashMap::new(),
             pending_releases: PendingReleases::default(),
             offload: None,
             effects: Vec::new(),
-            preemptions: 0,
             ignored: 0,
         }
     }
@@ -237,14 +252,15 @@ impl Scheduler {
         }
         assert!(!new.prompt.is_empty() && new.stop.max_new > 0, "the front end checks this");
         let id = new.id;
-        self.waiting.push_back(id);
         let clash = self.sequences.insert(id, Sequence::new(new));
         assert!(clash.is_none(), "sequence ids are never reused");
+        self.enqueue(id);
         Ok(())
     }
 
     /// Chooses the next step. Empty when nothing can run.
     pub fn schedule(&mut self) -> Vec<StepPart> {
+        self.order_running();
         let mut planned = Vec::with_capacity(self.admitted.running.len() + 1);
         let mut tokens = self.config.max_num_batched_tokens;
         let mut short = self.schedule_running(&mut planned, &mut tokens);
@@ -259,6 +275,7 @@ impl Scheduler {
             self.resume_stores();
         }
         self.pacing.planned(&planned, decoding);
+        self.record_step(&planned);
         planned
     }
 
@@ -292,6 +309,7 @@ impl Scheduler {
             Phase::Fetching => {}
             Phase::Loading(_) => self.admitted.loading -= 1,
         }
+        self.record_length(&sequence, reason);
         let none = MultiConnectorRequest::new(Children::NONE, LoadFailurePolicy::Recompute);
         let mut connectors = std::mem::replace(&mut sequence.connectors, none);
         let mut finished = FinishOutcome::Freed;
@@ -397,7 +415,8 @@ impl Scheduler {
             loading: self.admitted.loading,
             running: self.admitted.running.len(),
             stopping: self.stopping.len(),
-            preemptions: self.preemptions,
+            preemptions: self.admission.preemptions,
+            recomputed_tokens: self.admission.recomputed,
             ignored: self.ignored + self.offload.as_ref().map_or(0, TierOffload::ignored),
             offloading: self.offload.as_ref().map_or(0, TierOffload::in_flight),
             pending_release: self.pending_releases.len(),
@@ -440,6 +459,7 @@ impl Scheduler {
                 preempted = true;
                 let candidate = self.preemption_candidate(at);
                 self.preempt(candidate);
+                self.record_shortage();
                 if candidate == id {
                     // Later sequences have all their blocks: the step continues with them.
                     continue 'running;
@@ -489,30 +509,19 @@ impl Scheduler {
         }
     }
 
-    /// The sequence to preempt for the one at `at`: the youngest running sequence without an early lease.
+    /// The sequence to preempt for the one at `at`: the youngest of the least urgent running sequences without an early
+    /// lease.
     fn preemption_candidate(&self, at: usize) -> SeqId {
         let growing = |id: &&SeqId| self.sequences[*id].leased_early;
         let younger = self.admitted.running[at..].iter().rev().find(|id| !growing(id));
         *younger.expect("a sequence that wants a block has no lease yet")
     }
-
-    /// Moves a sequence to the head of the queue, for its prompt and generated tokens to be recomputed.
-    fn preempt(&mut self, id: SeqId) {
-        self.admitted.running.retain(|&other| other != id);
-        let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
-        self.pool.release(sequence.blocks.held(), Hold::Active);
-        sequence.blocks.clear();
-        sequence.computed = 0;
-        sequence.reuse.mark_preempted();
-        sequence.connectors.apply(multi::Event::Preempted);
-        sequence.phase = Phase::Waiting;
-        self.waiting.push_front(id);
-        self.preemptions += 1;
-    }
 }
 
 #[cfg(test)]
 mod offload_tests;
+#[cfg(test)]
+mod order_tests;
 #[cfg(test)]
 mod prompts_tests;
 #[cfg(test)]

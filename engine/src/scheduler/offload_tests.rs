@@ -24,7 +24,7 @@ const CONFIG: SchedulerConfig = SchedulerConfig {
 
 fn new(id: u64, prompt: &[u32], max_new: usize, purpose: Purpose) -> NewSequence {
     let stop = StopRule { max_new, stop_ids: vec![], min_new: 0 };
-    NewSequence { stop, ..super::tests::new(id, prompt, max_new, purpose) }
+    NewSequence { stop, ..tests::new(id, prompt, max_new, purpose) }
 }
 
 /// A scheduler, the contents of its device and tiers, and its pending orders.

@@ -33,6 +33,7 @@ fn new(id: u64, len: usize, max_new: usize) -> NewSequence {
         cache_salt: None,
         prompt_logprobs: None,
         adapter: None,
+        priority: 0,
     }
 }
 

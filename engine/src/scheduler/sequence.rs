@@ -90,6 +90,8 @@ pub struct NewSequence {
     pub adapter: Option<Arc<BlockAdapter>>,
     /// Number of alternatives with the log-probabilities of the prompt's tokens; `None` for none.
     pub prompt_logprobs: Option<u32>,
+    /// Lower is served first (vLLM's `priority`), if the scheduler orders by priority.
+    pub priority: i32,
 }
 
 /// The phase of a sequence.
@@ -269,6 +271,21 @@ impl PromptReuse {
     }
 }
 
+/// What decides when a sequence is admitted, and what it has lost by preemptions.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct SequenceTurn {
+    /// Starts only when that sequence has computed its prompt.
+    pub(crate) follows: Option<SeqId>,
+    /// Lower is served first.
+    pub(crate) priority: i32,
+    /// Handoffs of the same priority that came later and go before it.
+    pub(crate) passed: u8,
+    /// Preemptions for a more urgent sequence.
+    pub(crate) yielded: u8,
+    /// Tokens whose KV the last preemption took.
+    pub(crate) lost: usize,
+}
+
 /// A sequence of an engine's scheduler.
 #[derive(Debug)]
 pub struct Sequence {
@@ -285,7 +302,7 @@ pub struct Sequence {
     pub(crate) connectors: MultiConnectorRequest,
     pub(crate) purpose: Purpose,
     pub(crate) stop: StopRule,
-    pub(crate) follows: Option<SeqId>,
+    pub(crate) turn: SequenceTurn,
     /// A growing lease was opened for it; that lease may have ended since.
     pub(crate) leased_early: bool,
 }
@@ -308,7 +325,7 @@ impl Sequence {
             connectors: connectors_of(&new.purpose),
             purpose: new.purpose,
             stop: new.stop,
-            follows: new.follows,
+            turn: SequenceTurn { follows: new.follows, priority: new.priority, ..SequenceTurn::default() },
             leased_early: false,
         }
     }

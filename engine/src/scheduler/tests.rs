@@ -29,6 +29,7 @@ pub(super) fn new(id: u64, prompt: &[u32], max_new: usize, purpose: Purpose) -> 
         cache_salt: None,
         adapter: None,
         prompt_logprobs: None,
+        priority: 0,
     }
 }
 

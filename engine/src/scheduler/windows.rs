@@ -52,6 +52,7 @@ mod tests {
             cache_salt: None,
             prompt_logprobs: None,
             adapter: None,
+            priority: 0,
         };
         scheduler.submit(new).expect("accepted");
     }

@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use baton_connector::RequestId;
 use baton_connector::fetch::Fetch;
 use baton_connector_leases::event_log;
 use baton_openai::limits::PROMPT_LOGPROBS_MAX;
-use baton_openai::{ApiError, Code, Endpoint, GenerateRequest, Input};
+use baton_openai::{ApiError, Code, Endpoint, GenerateRequest, Input, TimeLeft};
+use hyper::header::HeaderMap;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 use super::Frontend;
@@ -17,10 +18,11 @@ use super::guard::HandoffGuard;
 use super::transfer_params::{PARAMS, TransferIntent};
 use crate::blocks::adapter::BlockAdapter;
 use crate::blocks::hash::prompt_fingerprint_with;
-use crate::engine_core::{SeqEvent, Submission};
+use crate::engine_core::{DeadlineKind, Deadlines, SeqEvent, Submission};
 use crate::run::options::Role;
 use crate::run::rank::RequestGuard;
 use crate::sampling::{SamplingParams, TokenExclusions};
+use crate::scheduler::SchedulingPolicy;
 use crate::scheduler::sequence::{NewSequence, Purpose, SeqId};
 
 /// A request whose sequences are ready to be queued.
@@ -35,6 +37,39 @@ pub(super) struct AdmittedRequest {
     pub(super) request_guard: RequestGuard,
 }
 
+impl AdmittedRequest {
+    /// The same request, whose sequences end at these deadlines.
+    pub(super) fn within(mut self, deadlines: Deadlines) -> Self {
+        self.submissions.iter_mut().for_each(|submission| submission.deadlines = deadlines);
+        self
+    }
+}
+
+/// The deadlines in the headers of a request that arrived then.
+///
+/// # Errors
+/// 400 for a header that is no time; 504 if no time is left.
+pub(super) fn deadlines(headers: &HeaderMap, arrived: Instant) -> Result<Deadlines, ApiError> {
+    let TimeLeft { first_token, whole } =
+        TimeLeft::read(|name| headers.get(name).map(|value| value.as_bytes()))?;
+    let no_time = |left: Option<Duration>| left.is_some_and(|left| left.is_zero());
+    if no_time(whole) || no_time(first_token) {
+        let kind = if no_time(whole) { DeadlineKind::Whole } else { DeadlineKind::FirstToken };
+        return Err(timed_out(kind));
+    }
+    let at = |left: Option<Duration>| left.and_then(|left| arrived.checked_add(left));
+    Ok(Deadlines { first_token: at(first_token), whole: at(whole) })
+}
+
+/// The error of a request whose deadline has passed.
+pub(super) fn timed_out(kind: DeadlineKind) -> ApiError {
+    let what = match kind {
+        DeadlineKind::FirstToken => "the first token was not there within the time of the request",
+        DeadlineKind::Whole => "the response was not complete within the time of the request",
+    };
+    ApiError::gateway_timeout(what).with_code(Code::RequestTimeout)
+}
+
 /// Converts a request to sequences. Nothing is queued yet; on an error the caller's guard settles.
 pub(super) fn admit(
     frontend: &Frontend,
@@ -46,6 +81,7 @@ pub(super) fn admit(
 ) -> Result<AdmittedRequest, ApiError> {
     let model = &frontend.model;
     let adapter = model.adapter(request.model.as_deref())?;
+    check_priority(request.priority, request_guard.policy)?;
     check_sequences(request, request_guard.mailbox.submissions_max())?;
     let prompts = model.prompts(request)?;
     check_intent(frontend, request, &prompts, adapter, intent)?;
@@ -89,14 +125,38 @@ pub(super) fn admit(
                 adapter: adapter.cloned(),
                 // The other choices have the same prompt.
                 prompt_logprobs: request.prompt_logprobs().filter(|_| choice == 0),
+                priority: request.priority,
             };
             leader = leader.or(Some(sequence.id));
             let outbox: Sender<_> = outbox.clone();
             let (target, grammar, tag) = (None, None, tag.clone());
-            submissions.push(Submission { sequence, sampling, grammar, index, tag, outbox, target, arrived });
+            let deadlines = Deadlines::default();
+            submissions.push(Submission {
+                sequence,
+                sampling,
+                grammar,
+                index,
+                tag,
+                outbox,
+                target,
+                arrived,
+                deadlines,
+            });
         }
     }
     Ok(AdmittedRequest { submissions, events, prompts, handoff: None, request_guard })
+}
+
+/// Refuses a priority that would have no effect. Clients recognize vLLM's words.
+fn check_priority(priority: i32, policy: SchedulingPolicy) -> Result<(), ApiError> {
+    if priority == 0 || policy == SchedulingPolicy::Priority {
+        return Ok(());
+    }
+    let message = format!(
+        "Got priority {priority} but Priority scheduling is not enabled. Leave `priority` out, or start the engine with \
+         --scheduling-policy priority"
+    );
+    Err(ApiError::invalid("priority", message).with_code(Code::UnsupportedParameter))
 }
 
 /// Refuses requests whose reply would hold too many log-probabilities of prompts.
@@ -221,6 +281,51 @@ mod tests {
             let request = request(endpoint, fields);
             assert_eq!(prompt_logprobs_of_reply(&request, 7), 7 * of_token, "{fields}");
         }
+    }
+
+    #[test]
+    fn a_priority_without_effect_is_refused_by_name() {
+        for (priority, policy) in [
+            (0, SchedulingPolicy::Fcfs),
+            (0, SchedulingPolicy::Priority),
+            (-3, SchedulingPolicy::Priority),
+            (i32::MAX, SchedulingPolicy::Priority),
+        ] {
+            assert_eq!(check_priority(priority, policy), Ok(()));
+        }
+        let error = check_priority(5, SchedulingPolicy::Fcfs).expect_err("no effect");
+        assert_eq!((error.status, error.param.as_deref()), (400, Some("priority")));
+        let read = |value: &str| {
+            let body = format!(r#"{{"prompt": "x", "priority": {value}}}"#);
+            baton_openai::parse(Endpoint::Completions, body.as_bytes(), &baton_openai::ParseLimits::default())
+        };
+        assert_eq!(read("-7").map(|request| request.priority), Ok(-7));
+        assert_eq!(read("null").map(|request| request.priority), Ok(0));
+        for value in ["1.5", "\"high\"", "2147483648", "true"] {
+            let error = read(value).expect_err(value);
+            assert_eq!(error.param.as_deref(), Some("priority"), "{value}");
+        }
+    }
+
+    #[test]
+    fn a_request_has_the_deadlines_of_its_headers() {
+        let arrived = Instant::now();
+        let of = |pairs: &[(&'static str, &'static str)]| {
+            let headers = pairs
+                .iter()
+                .map(|(name, value)| (name.parse().expect("a name"), value.parse().expect("a value")));
+            deadlines(&headers.collect(), arrived)
+        };
+        let after = |ms| Some(arrived + Duration::from_millis(ms));
+        assert_eq!(of(&[]), Ok(Deadlines::default()));
+        assert_eq!(
+            of(&[("x-request-timeout-ms", "900"), ("x-first-token-timeout-ms", "80")]),
+            Ok(Deadlines { first_token: after(80), whole: after(900) })
+        );
+        let late = of(&[("x-request-timeout-ms", "0")]).expect_err("no time");
+        assert_eq!((late.status, late.code.as_deref()), (504, Some("request_timeout")));
+        let wrong = of(&[("x-first-token-timeout-ms", "soon")]).expect_err("no number");
+        assert_eq!((wrong.status, wrong.param.as_deref()), (400, Some("x-first-token-timeout-ms")));
     }
 
     #[test]

@@ -102,6 +102,7 @@ fn prepare(
             let message = "a handoff is of a request to generate";
             return Err(ApiError::invalid(PARAMS, message).with_code(Code::KvUnsupported));
         }
+        let deadlines = admit::deadlines(headers, arrived)?;
         let request = EmbeddingRequest::from_map(&map, &frontend.limits)?;
         let Some(pooling) = frontend.model.pooling else {
             let message = "embeddings are computed on the CPU only, and this engine has another device";
@@ -110,7 +111,7 @@ fn prepare(
         let request_guard = frontend.begin_request(headers)?;
         let plain = &TransferIntent::Plain;
         let admitted = admit::admit(frontend, &request.prompts, id, plain, request_guard, arrived);
-        let mut admitted = admitted.map_err(baton_openai::request::of_input)?;
+        let mut admitted = admitted.map_err(baton_openai::request::of_input)?.within(deadlines);
         for submission in &mut admitted.submissions {
             submission.sequence.purpose = Purpose::Pool(pooling);
         }
@@ -140,6 +141,7 @@ async fn collect(
                 vectors[index as usize] = Some(vector);
             }
             SeqEvent::Refused(refusal) => return Err(generate::refused(refusal)),
+            SeqEvent::TimedOut(kind) => return Err(admit::timed_out(kind)),
             SeqEvent::DeadEnd(why) | SeqEvent::Unavailable(why) => {
                 return Err(ApiError::unavailable(why, QUEUE_RETRY));
             }

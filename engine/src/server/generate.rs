@@ -14,7 +14,7 @@ mod thinking;
 
 use std::convert::Infallible;
 use std::sync::Arc;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use baton_connector::fetch::FailureKind;
 use baton_connector::{Handoff, RequestId};
@@ -54,6 +54,9 @@ use parsed::ParsedChoice;
 
 /// The request's name, minted by the router.
 pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+/// The longest `Retry-After` of a queue that is too slow for a request's deadline.
+const LATE_RETRY_MAX: Duration = Duration::from_secs(60);
 
 /// A running generation request.
 pub(super) struct GenerateTask {
@@ -192,9 +195,10 @@ fn prepare(
     let TransferOffer { intent, guard } = TransferOffer::read(frontend, core, map.get(PARAMS), headers);
     let judge = || {
         let (intent, request_guard) = (intent?, request_guard?);
+        let deadlines = admit::deadlines(headers, arrived)?;
         let (request, translation) = api.read(&map, &frontend.limits)?;
         let admitted = admit::admit(frontend, &request, id, &intent, request_guard, arrived)?;
-        Ok((request, translation, admitted))
+        Ok((request, translation, admitted.within(deadlines)))
     };
     match judge().map_err(|error| api.named(error)) {
         Ok((request, translation, admitted)) => {
@@ -320,6 +324,7 @@ impl GenerateTask {
                 let message = format!("the prompt's KV blocks could not be fetched: {}", kind.label());
                 return Err(ApiError::unavailable(message, QUEUE_RETRY).with_code(load_failure(kind)));
             }
+            SeqEvent::TimedOut(kind) => return Err(admit::timed_out(kind)),
             SeqEvent::DeadEnd(why) => return Err(structured::dead_end(&self.request, why)),
             SeqEvent::Unavailable(why) => return Err(ApiError::unavailable(why, QUEUE_RETRY)),
         };
@@ -423,6 +428,9 @@ pub(super) fn refused(refusal: Refusal) -> ApiError {
     match refusal {
         Refusal::QueueFull { waiting } => {
             ApiError::overloaded(format!("{waiting} requests are waiting already"), QUEUE_RETRY)
+        }
+        Refusal::TooLate { wait, .. } => {
+            ApiError::overloaded(refusal.to_string(), wait.clamp(QUEUE_RETRY, LATE_RETRY_MAX))
         }
         Refusal::TooLong { .. } => {
             ApiError::invalid("prompt", refusal.to_string()).with_code(Code::ContextLengthExceeded)

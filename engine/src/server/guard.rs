@@ -205,6 +205,7 @@ impl RejectionCause {
             (499, _) => Self::of_request("cut_off"),
             (429, _) => Self::of_engine("queue_full"),
             (503, Some("draining")) => Self::of_engine("draining"),
+            (504, Some("request_timeout")) => Self::of_request("timed_out"),
             (500.., _) => Self::of_engine("engine_failed"),
             (_, Some("malformed_body" | "duplicate_field")) => Self::of_request("unreadable"),
             (_, Some("context_length_exceeded")) => Self::of_request("too_long"),

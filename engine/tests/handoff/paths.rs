@@ -296,7 +296,10 @@ pub(crate) fn drafted(plain: &Plain) -> usize {
 /// The pool holds the prompts of two requests, but not their answers. The threads decide which two begin.
 pub(crate) fn preempted(plain: &Plain) -> usize {
     for _ in 0..20 {
-        let node = plain.node(Role::Both, |options| options.kv_blocks = Some(SMALL_POOL - 2));
+        let node = plain.node(Role::Both, |options| {
+            options.kv_blocks = Some(SMALL_POOL - 2);
+            options.scheduling.growth_reserve = false;
+        });
         plain.all_at_once(&node, 0, 0);
         node.is_clean();
         let blocks = plain.same_bytes(&digests(&node));

@@ -48,7 +48,10 @@ fn concurrent_handoffs_of_one_prompt_share_their_blocks() {
 
 #[test]
 fn pools_too_small_for_all_requests_preempt_and_change_no_answer() {
-    let cluster = Cluster::with(LLAMA, |options| options.kv_blocks = Some(20));
+    let cluster = Cluster::with(LLAMA, |options| {
+        options.kv_blocks = Some(20);
+        options.scheduling.growth_reserve = false;
+    });
     // Three blocks each at the start and eight at the end: twenty do not hold all that start.
     let bodies: Vec<_> =
         (0..14).map(|n| greedy(&prompt(2_000 + n, 2 * BLOCK + 1 + n as usize % 7), 40)).collect();

@@ -47,6 +47,7 @@ use crate::config::{Priority, QueueConfig};
 use crate::engines::listeners::{CapacityListener, CapacityNotify};
 use crate::metrics::Leg;
 use crate::metrics::admission::{AdmissionMetrics, QueueOutcome};
+use deadline::ResponseDeadlines;
 use drain_rate::DrainRate;
 pub(crate) use queue::{Claim, Lane, WaitOptions};
 use queue::{FairQueue, QueueBound, QueueEntry};
@@ -64,6 +65,8 @@ pub(crate) struct AdmissionRequest {
     pub deadline: Instant,
     /// End of the request: its client's timeout, or the maximum duration of its model's requests.
     pub request_deadline: Option<Instant>,
+    /// Until when the response is useful.
+    pub response: ResponseDeadlines,
 }
 
 /// A request that is not admitted.

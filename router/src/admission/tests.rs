@@ -63,7 +63,12 @@ fn terms() -> QueueConfig {
 fn ticket(tenant: u32) -> AdmissionRequest {
     let claim =
         Claim { tenant: Some(TenantId(tenant)), weight: 1, priority: Priority::Normal, bytes: 1, cost: 1 };
-    AdmissionRequest { claim, deadline: Instant::now() + Duration::from_secs(60), request_deadline: None }
+    AdmissionRequest {
+        claim,
+        deadline: Instant::now() + Duration::from_secs(60),
+        request_deadline: None,
+        response: ResponseDeadlines::default(),
+    }
 }
 
 #[tokio::test]

@@ -150,6 +150,15 @@ impl Priority {
         Self::ALL.into_iter().find(|priority| priority.label().eq_ignore_ascii_case(name))
     }
 
+    /// vLLM's number for this priority, the most urgent one with this name but for `high`.
+    pub(crate) const fn number(self) -> i32 {
+        match self {
+            Self::High => -1,
+            Self::Normal => 0,
+            Self::Low => 1,
+        }
+    }
+
     /// The priority for vLLM's number. A lower number is more urgent; 0 is the default.
     #[must_use]
     pub const fn of_number(number: i64) -> Self {

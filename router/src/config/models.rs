@@ -55,6 +55,12 @@ pub struct ModelConfig {
     #[serde(default)]
     #[garde(skip)]
     pub reuse_tokens: bool,
+    /// The model's engines schedule by `priority` (`--scheduling-policy priority`): the router sets it on both
+    /// legs. It is that of `x-priority` or of the body, and no more urgent than `priority_max` of the key.
+    /// Default false: a client's `priority` is passed on, unless it exceeds `priority_max`.
+    #[serde(default)]
+    #[garde(skip)]
+    pub priority_scheduling: bool,
     /// Bidirectional KV: decode engines of vLLM with `bidirectional_kv_xfer` keep the blocks of a response, and the prefill
     /// engine of the conversation's next turn reads them. Default: none.
     #[serde(default)]

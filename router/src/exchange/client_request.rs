@@ -21,6 +21,7 @@ use baton_openai::{ApiError, Code, Endpoint, RawBody, RequestOutline, Translatio
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderValue};
 
+use crate::admission::deadline;
 use crate::auth::{Auth, Identity};
 use crate::client::http::BodyError;
 use crate::client::session::{ClientGone, Session};
@@ -189,12 +190,11 @@ impl ClientRequest {
         };
         let features = Features::read(&input, model.needs, &model.features);
         let authorization = headers.get(AUTHORIZATION).cloned();
-        let owner = owner.map(RequestOwner::hash);
         Ok(Self {
             dialect,
+            owned: with_priority(owned, dialect, &model, headers, priority, owner),
             model,
             body,
-            owned,
             shape: LegShape {
                 prompts: outline.prompts,
                 has_choices: outline.request.n > 1,
@@ -206,7 +206,7 @@ impl ClientRequest {
             prompt_tokens,
             priority,
             features,
-            owner,
+            owner: owner.map(RequestOwner::hash),
             authorization,
         })
     }
@@ -329,6 +329,27 @@ fn reuses_tokens(dialect: Dialect, body: &RawBody, non_text: &NonTextParts) -> b
 /// vLLM's `priority`.
 pub(crate) fn priority(body: &RawBody) -> Option<i64> {
     body.field("priority").and_then(|value| serde_json::from_slice(value).ok())
+}
+
+/// The same fields with the `priority` of the request, if the model's engines schedule by it and the endpoint has it.
+fn with_priority(
+    owned: RouterFields,
+    dialect: Dialect,
+    model: &Model,
+    headers: &HeaderMap,
+    asked: Option<i64>,
+    owner: Option<&RequestOwner<'_>>,
+) -> RouterFields {
+    let has_field = match dialect {
+        Dialect::OpenAi(_) | Dialect::Responses => true,
+        Dialect::Passthrough(path) => path == "/v1/embeddings",
+        Dialect::Messages => false,
+    };
+    if !(model.handoff.priority_scheduling && has_field) {
+        return owned;
+    }
+    let most = owner.map_or(Priority::High, |owner| owner.identity.priority_max);
+    owned.with_priority(deadline::priority_number(headers, asked, most))
 }
 
 /// Assumed tokens of a response without a limit. Tokens beyond them are charged at the end of the request; see

@@ -278,6 +278,7 @@ impl ExchangeDriver {
             id: Some(self.settlement.request.clone()),
             authorization: request.authorization.clone(),
             trace: self.progress.trace.parent_for(leg),
+            time: self.time_left(),
             ..EngineRequest::post(request.dialect.path(), body)
         }
     }

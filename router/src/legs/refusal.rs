@@ -108,6 +108,8 @@ impl EngineError<'_> {
         match (answer.status.as_u16(), &*self.code) {
             (401 | 403, "invalid_cluster_secret") => (ErrorClass::Misconfigured, Fault::None),
             (401 | 403, _) if answer.own_key => (ErrorClass::Misconfigured, Fault::None),
+            // The engine has ended the request at the deadline that the router sent. Any other would do the same.
+            (504, "request_timeout") => (ErrorClass::Refused, Fault::None),
             (_, "draining") => (by_status.0, Fault::Draining),
             (_, "overloaded") => (by_status.0, Fault::None),
             // A decode engine's error about a handoff never concerns the client's request, which contains none.
@@ -252,6 +254,7 @@ impl Refusal {
             (_, StatusCode::SERVICE_UNAVAILABLE | StatusCode::CONFLICT | StatusCode::PRECONDITION_FAILED) => {
                 ApiError::unavailable("no engine of this model is available", after())
             }
+            (ErrorClass::Refused, StatusCode::GATEWAY_TIMEOUT) => return Self::out_of_time(),
             (ErrorClass::Refused, StatusCode::NOT_IMPLEMENTED) => return Self::lacks_endpoint(),
             (ErrorClass::Refused, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED)
                 if error.lacks_path() =>
@@ -311,6 +314,16 @@ mod tests {
             assert_eq!(verdict(&of_router).class, ErrorClass::Misconfigured);
             assert_eq!(verdict(&of_router).refusal, Refusal::misconfigured());
         }
+    }
+
+    #[test]
+    fn an_engine_that_keeps_the_deadline_is_not_at_fault() {
+        let late = r#"{"error":{"message":"late","type":"timeout_error","code":"request_timeout"}}"#;
+        let of_deadline = verdict(&answer(504, late));
+        assert_eq!((of_deadline.class, of_deadline.fault), (ErrorClass::Refused, Fault::None));
+        assert_eq!(of_deadline.refusal, Refusal::out_of_time());
+        let of_proxy = verdict(&answer(504, "upstream request timeout"));
+        assert_eq!((of_proxy.class, of_proxy.fault), (ErrorClass::Retryable, Fault::Engine));
     }
 
     #[test]

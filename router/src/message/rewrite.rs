@@ -121,6 +121,8 @@ pub(crate) struct RouterFields {
     /// `cache_salt`, as JSON.
     cache_salt: Option<String>,
     without_priority: bool,
+    /// vLLM's `priority`, as JSON.
+    priority: Option<String>,
     /// The prefill engine must return the prompt's token ids.
     pub prompt_ids: bool,
     /// `cache_hit_threshold`, as JSON.
@@ -141,6 +143,11 @@ impl RouterFields {
     /// The `cache_salt` that the router sets.
     pub(crate) fn cache_salt(&self) -> Option<String> {
         serde_json::from_str(self.cache_salt.as_deref()?).ok()
+    }
+
+    /// With this `priority` instead of the client's.
+    pub(crate) fn with_priority(self, number: i32) -> Self {
+        Self { priority: Some(number.to_string()), ..self }
     }
 
     /// With this `cache_hit_threshold`: an engine that has cached a smaller share of the prompt generates nothing.
@@ -189,7 +196,8 @@ impl RouterFields {
     fn fields(&self) -> impl Iterator<Item = (&str, &[u8])> {
         let threshold =
             self.cache_hit_threshold.iter().map(|share| ("cache_hit_threshold", share.as_bytes()));
-        self.cache_salt.iter().map(|salt| ("cache_salt", salt.as_bytes())).chain(threshold)
+        let priority = self.priority.iter().map(|number| ("priority", number.as_bytes()));
+        self.cache_salt.iter().map(|salt| ("cache_salt", salt.as_bytes())).chain(threshold).chain(priority)
     }
 }
 

@@ -259,6 +259,8 @@ impl PickRequest {
             },
             deadline: request_deadline.map_or(longest, |ends| ends.min(longest)),
             request_deadline,
+            // The gateway sends the legs.
+            response: deadline::ResponseDeadlines::default(),
         }
     }
 }

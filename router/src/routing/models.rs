@@ -52,6 +52,8 @@ pub(crate) struct HandoffSettings {
     pub early_handoff: bool,
     /// The decode engine uses the token ids of the prefill engine's reply.
     pub reuse_tokens: bool,
+    /// The engines schedule by priority, which the router sets.
+    pub priority_scheduling: bool,
     /// How long decode engines keep the blocks of a response for the next turn; `None`: not at all.
     pub keep_turns: Option<Duration>,
     /// Another engine continues a stream whose decode engine fails.
@@ -84,6 +86,7 @@ impl HandoffSettings {
             fallback: config.fallback,
             early_handoff: config.early_handoff,
             reuse_tokens: config.reuse_tokens,
+            priority_scheduling: config.priority_scheduling,
             keep_turns: config.bidirectional_kv.map(|kept| Duration::from_millis(kept.idle_ms)),
             has_warned_of_turns: previous
                 .map(|previous| Arc::clone(&previous.handoff.has_warned_of_turns))
@@ -200,6 +203,7 @@ impl Model {
                 fallback,
                 early_handoff,
                 reuse_tokens,
+                priority_scheduling: self.handoff.priority_scheduling,
                 keep_turns,
                 has_warned_of_turns: Arc::clone(&self.handoff.has_warned_of_turns),
                 resume,

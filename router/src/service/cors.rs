@@ -18,7 +18,7 @@ use hyper::header::{
 use crate::config::CorsConfig;
 
 /// Request headers that the SDKs and the router's own API use.
-const ALLOWED: [&str; 11] = [
+const ALLOWED: [&str; 12] = [
     "authorization",
     "content-type",
     "x-api-key",
@@ -27,6 +27,7 @@ const ALLOWED: [&str; 11] = [
     "anthropic-dangerous-direct-browser-access",
     "x-request-id",
     "x-request-timeout-ms",
+    "x-first-token-timeout-ms",
     "x-priority",
     "x-session-id",
     "traceparent",

@@ -20,7 +20,8 @@ use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, HeaderMap};
 use serde_json::json;
 
-use crate::admission::{AdmissionRequest, Claim, deadline};
+use crate::admission::deadline::{self, ResponseDeadlines};
+use crate::admission::{AdmissionRequest, Claim};
 use crate::auth::{self, Identity, Permit};
 use crate::client::disconnect::race;
 use crate::client::session::{ClientGone, Session};
@@ -181,6 +182,7 @@ impl ClientService {
             claim: claim(headers, &request, identity),
             deadline: context.until(headers, bounds.request, context.generation.config.queue.timeout_ms),
             request_deadline: context.ends(headers, bounds.request),
+            response: response_deadlines(headers, &request, context.began()),
         };
         let driver = context.driver.insert(ExchangeDriver::new(
             Arc::clone(&self.0),
@@ -362,4 +364,9 @@ fn claim(headers: &HeaderMap, request: &ClientRequest, identity: Option<&Identit
         bytes: request.body.len(),
         cost: request.tokens,
     }
+}
+
+/// Until when the response to a request that began then is useful.
+fn response_deadlines(headers: &HeaderMap, request: &ClientRequest, began: Instant) -> ResponseDeadlines {
+    ResponseDeadlines::read(headers, began, request.is_streamed(), request.model.bounds.request)
 }

@@ -9,10 +9,11 @@ use crate::field::Fields;
 use crate::limits::ParseLimits;
 
 /// Fields that have the meaning of `/v1/completions`.
-const SHARED: [&str; 7] = [
+const SHARED: [&str; 8] = [
     "model",
     "user",
     "cache_salt",
+    "priority",
     "add_special_tokens",
     "truncate_prompt_tokens",
     "truncation_side",

@@ -78,6 +78,7 @@ impl DraftModel {
             cache_salt: None,
             prompt_logprobs: None,
             adapter: None,
+            priority: 0,
         };
         self.scheduler.submit(new).expect("accepted");
         self.scheduler.allow_drafts(SeqId(id));

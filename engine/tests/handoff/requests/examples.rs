@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use baton_engine::run::options::Role;
+use baton_engine::scheduler::SchedulingPolicy;
 use serde_json::Value;
 
 use crate::harness::cluster::{LLAMA, Node, options};
@@ -18,10 +19,14 @@ fn requests(page: &str) -> Vec<Value> {
 
 #[test]
 fn the_examples_of_requests_in_the_reference_are_served() {
-    let engine = Node::start(options(LLAMA, Role::Both));
+    let mut served = options(LLAMA, Role::Both);
+    served.scheduling.policy = SchedulingPolicy::Priority;
+    let engine = Node::start(served);
     let examples = requests("api.md");
     let has = |field: &str| examples.iter().any(|body| body.get(field).is_some());
-    for field in ["allowed_token_ids", "bad_words", "prompt_logprobs", "truncate_prompt_tokens", "echo"] {
+    for field in
+        ["allowed_token_ids", "bad_words", "priority", "prompt_logprobs", "truncate_prompt_tokens", "echo"]
+    {
         assert!(has(field), "no example of `{field}`");
     }
     for (at, body) in examples.iter().enumerate() {

@@ -133,6 +133,7 @@ fn a_preempted_prompt_has_the_scores_of_an_undisturbed_one() {
     let mut tight = options(LLAMA, Role::Both);
     // Less than the sequences below need together at their longest.
     tight.kv_blocks = Some(24);
+    tight.scheduling.growth_reserve = false;
     let tight = Node::start(tight);
     let body = |seed: u64| {
         json!({

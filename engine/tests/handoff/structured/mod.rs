@@ -156,6 +156,7 @@ fn a_preempted_text_goes_on_where_its_grammar_was() {
     for _ in 0..20 {
         let mut small = options(LLAMA, Role::Both);
         small.kv_blocks = Some(20);
+        small.scheduling.growth_reserve = false;
         let node = Node::start(small);
         for (together, alone) in all_at_once(&node, &bodies).iter().zip(&alone) {
             same_choices(together, alone);

@@ -2,6 +2,7 @@
 //! digits, ids and `HeaderValue`s, which cannot contain a line end: nothing that a client sent can begin another header
 //! or another request.
 
+use baton_openai::{FIRST_TOKEN_TIMEOUT, REQUEST_TIMEOUT, TIMEOUT_MAX_MS};
 use hyper::header::{HeaderMap, HeaderName, HeaderValue};
 use hyper::http::uri::Scheme;
 use hyper::{Method, Request, Uri, Version};
@@ -93,6 +94,13 @@ impl EngineRequestHead<'_> {
         if request.early_handoff {
             field("x-baton-early-handoff", b"1");
         }
+        let times = [(FIRST_TOKEN_TIMEOUT, request.time.first_token), (REQUEST_TIMEOUT, request.time.whole)];
+        for (name, left) in times {
+            if let Some(left) = left {
+                let millis = usize::try_from(left.as_millis()).unwrap_or(usize::MAX);
+                number(millis.min(TIMEOUT_MAX_MS as usize), |digits| field(name, digits));
+            }
+        }
         if let Some(secret) = self.secret {
             field(SECRET, secret.as_bytes());
         }
@@ -116,7 +124,10 @@ fn number(mut number: usize, with: impl FnOnce(&[u8])) {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use baton_connector::RequestId;
+    use baton_openai::TimeLeft;
     use bytes::Bytes;
     use hyper::header::HeaderMap;
 
@@ -138,6 +149,10 @@ mod tests {
             rank: Some(10),
             router_settles: true,
             early_handoff: true,
+            time: TimeLeft {
+                first_token: Some(Duration::from_micros(80_900)),
+                whole: Some(Duration::from_secs(1 << 40)),
+            },
             ..EngineRequest::post("/p", Bytes::from(vec![0; 1203]))
         };
         let (host, secret) = (HeaderValue::from_static("h:1"), HeaderValue::from_static("s"));
@@ -145,7 +160,8 @@ mod tests {
             format!(
                 "POST /p HTTP/1.1\r\nhost: h:1\r\naccept-encoding: identity\r\ncontent-type: application/json\r\ncontent-length: 1203\r\n\
                  x-request-id: cmpl-7\r\nauthorization: {key}\r\ntraceparent: {PARENT}\r\ntracestate: a=1\r\n\
-                 x-data-parallel-rank: 10\r\nx-baton-router-settles: 1\r\nx-baton-early-handoff: 1\r\nx-baton-cluster-secret: s\r\n\r\n"
+                 x-data-parallel-rank: 10\r\nx-baton-router-settles: 1\r\nx-baton-early-handoff: 1\r\n\
+                 x-first-token-timeout-ms: 80\r\nx-request-timeout-ms: 604800000\r\nx-baton-cluster-secret: s\r\n\r\n"
             )
         };
         let head =

@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 
 use baton_connector::RequestId;
+use baton_openai::TimeLeft;
 use bytes::Bytes;
 use hyper::Method;
 use hyper::header::HeaderValue;
@@ -28,6 +29,8 @@ pub(crate) struct EngineRequest {
     pub router_settles: bool,
     /// A prefill engine may reply before it has computed the prompt.
     pub early_handoff: bool,
+    /// The time that is left for the response.
+    pub time: TimeLeft,
 }
 
 impl EngineRequest {
@@ -43,6 +46,7 @@ impl EngineRequest {
             rank: None,
             router_settles: false,
             early_handoff: false,
+            time: TimeLeft::default(),
         }
     }
 

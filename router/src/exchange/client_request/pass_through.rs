@@ -11,7 +11,7 @@ use baton_openai::{
 use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, HeaderMap};
 
-use super::{ClientRequest, LegShape, RequestOwner, priority};
+use super::{ClientRequest, LegShape, RequestOwner, priority, with_priority};
 use crate::message::estimate::NonTextParts;
 use crate::message::features::Features;
 use crate::message::path::Dialect;
@@ -57,6 +57,7 @@ impl ClientRequest {
             let salt = salted.then(|| owner.auth.cache_salt(owner.identity, client.as_deref()));
             owned = RouterFields::new(salt.as_deref(), owner.exceeds_priority(&body));
         }
+        let owned = with_priority(owned, Dialect::Passthrough(path), &model, headers, priority(&body), owner);
         let tokens = NonTextParts::of(&body).prompt_tokens(&body);
         Ok(Self {
             dialect: Dialect::Passthrough(path),

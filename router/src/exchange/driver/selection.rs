@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use baton_connector::exchange::{Event, State};
-use baton_openai::ApiError;
+use baton_openai::{ApiError, TimeLeft};
 
 use super::ExchangeDriver;
 use crate::admission::{AdmissionError, AdmissionRequest, Reservation, Unavailable, WaitOptions};
@@ -178,6 +178,12 @@ impl ExchangeDriver {
             Ok(EngineSelection::Unavailable(_)) => Ok(false),
             Ok(EngineSelection::Busy(busy)) => Err(self.refuse_busy(busy)),
         }
+    }
+
+    /// The time that is left for the response.
+    pub(super) fn time_left(&self) -> TimeLeft {
+        let admission = self.selection.admission.as_ref();
+        admission.map_or_else(TimeLeft::default, |admission| admission.response.left(Instant::now()))
     }
 
     fn admission(&self) -> AdmissionRequest {

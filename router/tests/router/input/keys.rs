@@ -281,6 +281,38 @@ async fn a_priority_is_bounded_by_the_key_towards_engines_too() {
 }
 
 #[tokio::test]
+async fn engines_that_schedule_by_priority_get_one_within_the_keys_bounds() {
+    let (high, low) = (NewKey::make(), NewKey::make());
+    let (p, d) =
+        (FakeEngine::always(Action::Lease(Some(7))).await, FakeEngine::always(Action::Whole(1)).await);
+    let keys = format!(
+        "auth:\n  keys:\n    - {{id: a, hash: '{}', tenant: a, priority_max: high}}\n    - {{id: b, hash: '{}', tenant: b, priority_max: low}}\n",
+        high.hash, low.hash
+    );
+    let system = TestRouter::with(&[&p], &[&d], "    priority_scheduling: true\n", &keys).await;
+    let asked = [
+        (&high, "", json!(-9), -9),
+        (&high, "x-priority: low\r\n", json!(-9), 1),
+        (&low, "x-priority: -9\r\n", json!(-9), 1),
+        (&low, "", json!(null), 1),
+        (&low, "", json!("first"), 1),
+        (&high, "", json!(null), 0),
+    ];
+    for (key, header, priority, _) in &asked {
+        let body = json!({"model": "m", "prompt": "x", "max_tokens": 1, "priority": priority});
+        let mut client = Client::connect(system.address).await;
+        let headers = format!("Authorization: Bearer {}\r\n{header}", key.key);
+        client.post_bytes("/v1/completions", &headers, body.to_string().as_bytes()).await;
+        assert_eq!(client.answer().await.status, 200);
+    }
+    for (at, (_, _, _, expected)) in asked.iter().enumerate() {
+        for engine in [&p, &d] {
+            assert_eq!(engine.received()[at].body["priority"], *expected, "request {at}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn the_keys_file_is_read_again_and_a_bad_one_changes_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("keys.yaml");

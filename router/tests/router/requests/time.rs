@@ -1,6 +1,6 @@
 //! Time limits of requests.
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::harness::client::{Client, completion, post};
 use crate::harness::engine::{Action, FakeEngine, event};
@@ -104,4 +104,38 @@ async fn a_client_that_reads_slowly_and_steadily_gets_all_of_it() {
         tokio::time::sleep(std::time::Duration::from_millis(10)).await;
     }
     assert!(read > BYTES, "{read} of {BYTES}");
+}
+
+#[tokio::test]
+async fn engines_get_the_time_that_is_left() {
+    let p = FakeEngine::always(Action::Lease(Some(HANDLE))).await;
+    let d = FakeEngine::always(Action::Whole(1)).await;
+    let system = TestRouter::start(&[&p], &[&d]).await;
+    let body = completion(false).to_string();
+    for headers in ["X-Request-Timeout-Ms: 60000\r\nX-First-Token-Timeout-Ms: 30000\r\n", ""] {
+        let mut client = Client::connect(system.address).await;
+        client.post_bytes("/v1/completions", headers, body.as_bytes()).await;
+        assert_eq!(client.answer().await.status, 200);
+    }
+    let (to_p, to_d) = (p.received(), d.received());
+    for (name, most) in [("x-request-timeout-ms", 60_000_u64), ("x-first-token-timeout-ms", 30_000)] {
+        let [prefill, decode] =
+            [&to_p[0], &to_d[0]].map(|sent| sent.headers[name].to_str().unwrap().parse::<u64>().unwrap());
+        assert!(decode <= prefill && prefill <= most && decode > most / 2, "{name}: {prefill}, {decode}");
+        assert!(to_p[1].headers.get(name).is_none() && to_d[1].headers.get(name).is_none(), "{name}");
+    }
+}
+
+#[tokio::test]
+async fn an_engine_that_ends_a_request_at_its_deadline_is_the_last_one() {
+    let late = json!({"error": {"message": "late", "type": "timeout_error", "code": "request_timeout"}});
+    let (one, two) = (
+        FakeEngine::always(Action::Refuse(504, late.clone())).await,
+        FakeEngine::always(Action::Refuse(504, late)).await,
+    );
+    let system = TestRouter::start(&[], &[&one, &two]).await;
+    let answer = post(system.address, "/v1/completions", &completion(false)).await;
+    assert_eq!((answer.status, answer.code().as_str()), (504, "request_timeout"));
+    assert_eq!(one.received().len() + two.received().len(), 1);
+    system.settled().await;
 }

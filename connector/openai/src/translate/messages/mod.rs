@@ -29,7 +29,8 @@ pub const PATH: &str = "/v1/messages";
 pub const COUNT_TOKENS: &str = "/v1/messages/count_tokens";
 
 /// Fields of a chat in errors, and the fields that they are made of.
-pub(crate) const FIELDS: [FieldName; 3] = [
+pub(crate) const FIELDS: [FieldName; 4] = [
+    ("thinking_token_budget", "thinking.budget_tokens"),
     ("stop", "stop_sequences"),
     ("response_format", "output_config.format"),
     ("reasoning_effort", "output_config.effort"),
