@@ -43,6 +43,7 @@ use baton_engine::compute::cuda::device::{
     DeviceBuffer, DeviceSlice, HostRun, HostSlice, PoolMemory, Priority,
 };
 use baton_engine::compute::cuda::driver::CudaDevice;
+use baton_engine::compute::cuda::kernels::KernelTarget;
 use baton_engine::compute::cuda::{Accelerator, Device, DeviceChoice, Element, cubins};
 use baton_engine_check::software::SoftwareDevice;
 use conformance::{TestProducer, TransportHarness};
@@ -79,7 +80,8 @@ fn open() -> Box<dyn Device> {
             Box::new(SoftwareDevice::new(SOFTWARE_BYTES, element, head_dim))
         }
         DeviceChoice::Accelerator(Accelerator::Cuda(ordinal)) => {
-            let opened = CudaDevice::open(ordinal, element, head_dim, cubins::folder().as_deref());
+            let target = KernelTarget::plain(element, head_dim);
+            let opened = CudaDevice::open(ordinal, &target, cubins::folder().as_deref());
             Box::new(opened.expect("a GPU and its libraries"))
         }
     }

@@ -16,6 +16,7 @@ use std::io::Write;
 
 use baton_engine::compute::ExecutorError;
 use baton_engine::compute::cuda::driver::CudaDevice;
+use baton_engine::compute::cuda::kernels::{KernelFeatures, KernelTarget};
 use baton_engine::compute::cuda::{Device, DeviceError, Element, LoadError, cubins};
 use baton_engine::model::ModelError;
 use baton_engine_check::kernels;
@@ -29,7 +30,18 @@ use crate::common::report::print_report;
 
 /// Head widths whose kernels are checked with both element types. These are the widths of released models and of the
 /// tiny checkpoints, and those between.
-const HEAD_DIMS: [usize; 8] = [16, 32, 48, 64, 80, 96, 112, 128];
+const HEAD_DIMS: [usize; 9] = [16, 32, 48, 64, 80, 96, 112, 128, 256];
+/// Element types and features whose kernels are checked: those of Llama, and all.
+const ELEMENTS_AND_FEATURES: [(Element, KernelFeatures); 4] = [
+    (Element::F32, KernelFeatures::NONE),
+    (Element::Bf16, KernelFeatures::NONE),
+    (Element::F32, KernelFeatures::ALL),
+    (Element::Bf16, KernelFeatures::ALL),
+];
+
+fn features_label(features: KernelFeatures) -> &'static str {
+    if features == KernelFeatures::NONE { "no features" } else { "all features" }
+}
 
 /// Options of `baton bench gpu`.
 #[derive(Args, Clone, Debug)]
@@ -99,7 +111,7 @@ pub struct GpuReport {
 /// # Errors
 /// [`Skipped`] without a GPU, [`GpuBenchError`].
 pub fn run(options: &GpuBench, out: &mut dyn Write) -> Result<(), crate::BenchError> {
-    let first = open(options.device, Element::Bf16, HEAD_DIMS[0]).map_err(unusable)?;
+    let first = open(options.device, &plain(HEAD_DIMS[0])).map_err(unusable)?;
     let (device, arch, origin) = (first.name(), first.arch().to_owned(), Provenance::of(first.driver()));
     drop(first);
     if !options.json {
@@ -108,7 +120,7 @@ pub fn run(options: &GpuBench, out: &mut dyn Write) -> Result<(), crate::BenchEr
     let (kernels_right, failed) = check_kernels(options);
     let mut report = GpuReport { origin, device, arch, kernels_right, failed, speeds: Vec::new() };
     if !options.check_only {
-        let open = |head_dim| open(options.device, Element::Bf16, head_dim);
+        let open = |head_dim| open(options.device, &plain(head_dim));
         let (speeds, failed) = speed::measure(&Sizes::llama(options.layers), open);
         report.speeds = speeds;
         report.failed.extend(failed);
@@ -137,23 +149,32 @@ fn unusable(error: DeviceError) -> crate::BenchError {
 
 /// The GPU's name and its driver.
 pub(crate) fn named(ordinal: usize) -> Result<(Option<String>, Option<String>), crate::BenchError> {
-    let device = open(ordinal, Element::Bf16, HEAD_DIMS[0]).map_err(unusable)?;
+    let device = open(ordinal, &plain(HEAD_DIMS[0])).map_err(unusable)?;
     Ok((Some(device.name()), device.driver()))
 }
 
-fn open(ordinal: usize, element: Element, head_dim: usize) -> Result<CudaDevice, DeviceError> {
-    CudaDevice::open(ordinal, element, head_dim, cubins::folder().as_deref())
+/// Kernels for Llama in bf16.
+fn plain(head_dim: usize) -> KernelTarget {
+    KernelTarget::plain(Element::Bf16, head_dim)
+}
+
+fn open(ordinal: usize, target: &KernelTarget) -> Result<CudaDevice, DeviceError> {
+    CudaDevice::open(ordinal, target, cubins::folder().as_deref())
 }
 
 /// The number of correct results, and a description of each failure.
 fn check_kernels(options: &GpuBench) -> (usize, Vec<String>) {
     let (mut right, mut failed) = (0, Vec::new());
-    for element in [Element::F32, Element::Bf16] {
+    for (element, features) in ELEMENTS_AND_FEATURES {
         for head_dim in HEAD_DIMS {
-            let lines = open(options.device, element, head_dim)
-                .and_then(|mut device| kernels::kernels(&mut device, element, head_dim));
+            let target = KernelTarget { element, head_dim, features };
+            let lines =
+                open(options.device, &target).and_then(|mut device| kernels::kernels(&mut device, &target));
             match lines {
-                Err(error) => failed.push(format!("{} {head_dim}: {error}", element.label())),
+                Err(error) => {
+                    let (element, features) = (element.label(), features_label(features));
+                    failed.push(format!("{element} {head_dim}, {features}: {error}"));
+                }
                 Ok(lines) => {
                     right += lines.iter().filter(|line| line.passed).count();
                     let wrong = lines.into_iter().filter(|line| !line.passed);

@@ -2,16 +2,20 @@
 //! same launches, and a comparison of the results.
 //!
 //! Cases are small and irregular on purpose: padding rows, lengths around tiles and splits, unordered block tables, and
-//! groups of query heads that fill a block or do not.
+//! groups of query heads that fill a block or do not. Cases of a target with features have the arguments of these.
+//! Windows are shorter and longer than sequences, soft caps bend most values, and experts have equal probabilities.
+
+mod features;
 
 use baton_engine::compute::cuda::device::{
     Device, DeviceError, DeviceSlice, Element, HostSlice, Launch, Matmul, Priority,
 };
 use baton_engine::compute::cuda::kernels::{
-    self, AttentionArgs, ChooseArgs, DRAW_WORDS, KernelShape, NormArgs, PARTS, RopeKvArgs, SPLIT_TOKENS,
-    TILE_QUERIES,
+    self, AttentionArgs, ChooseArgs, DRAW_WORDS, KernelFeature, KernelFeatures, KernelShape, KernelTarget,
+    NormArgs, PARTS, RopeKvArgs, SPLIT_TOKENS, TILE_QUERIES,
 };
 use baton_engine::compute::cuda::narrow;
+use baton_engine::model::spec::Activation;
 
 use crate::parity::CheckLine;
 use crate::software::{SoftwareDevice, widen};
@@ -48,19 +52,15 @@ struct KernelCase {
     compared: Vec<(usize, Comparison)>,
 }
 
-/// Runs all cases for one element type and head width on `device`, whose kernels were made for those. A case that the
-/// device cannot run has failed. The other cases run anyway, because time on a device is scarce.
+/// Runs all cases of a target on `device`, whose kernels were made for it. A case that the device cannot run has
+/// failed. The other cases run anyway, because time on a device is scarce.
 ///
 /// # Errors
 /// [`DeviceError`] if the reference kernels cannot run a case: a bug of the case.
-pub fn kernels(
-    device: &mut dyn Device,
-    element: Element,
-    head_dim: usize,
-) -> Result<Vec<CheckLine>, DeviceError> {
-    let mut lines = Vec::new();
+pub fn kernels(device: &mut dyn Device, target: &KernelTarget) -> Result<Vec<CheckLine>, DeviceError> {
+    let (mut lines, KernelTarget { element, head_dim, .. }) = (Vec::new(), *target);
     let stages = kernels::decode_stages(head_dim, device.shared_bytes_max());
-    for case in cases(element, head_dim, stages) {
+    for case in cases(target, stages) {
         let mut soft = SoftwareDevice::new(SOFT_BYTES, element, head_dim);
         let reference = run(&mut soft, &case)?;
         let ours = match run(device, &case) {
@@ -182,19 +182,28 @@ fn near(buffer: usize, element: Element) -> (usize, Comparison) {
     (buffer, Comparison::Near(element, rounding(element)))
 }
 
-fn cases(element: Element, head_dim: usize, stages: usize) -> Vec<KernelCase> {
-    let mut all = vec![embed(element), silu_mul(element, 1000, true), silu_mul(element, 77, false)];
+/// The activation of models with these features.
+fn activation(features: KernelFeatures) -> Activation {
+    if features.has(KernelFeature::Gelu) { Activation::GeluTanh } else { Activation::Silu }
+}
+
+fn cases(target: &KernelTarget, stages: usize) -> Vec<KernelCase> {
+    let KernelTarget { element, head_dim, features } = *target;
+    let mut all = vec![embed(target), silu_mul(target, 1000, true), silu_mul(target, 77, false)];
     // Widths that a block keeps in registers, and widths that it does not.
     all.extend(
         [(1000, false), (1000, true), (1001, false), (8196, true)]
-            .map(|(w, bare)| add_rms_norm(element, w, bare)),
+            .map(|(w, bare)| add_rms_norm(target, w, bare)),
     );
     for (heads, kv_heads, extras) in [(8, 2, true), (6, 6, false), (40, 2, false)] {
-        all.push(rope_kv(element, head_dim, heads, kv_heads, extras));
-        for lengths in [&[1, 17, 0, 200][..], &[2000, 64, 65]] {
-            all.push(decode_attention(element, head_dim, stages, (heads, kv_heads), lengths));
+        let shape = KernelShape { decode_stages: stages, ..shape(target, heads, kv_heads) };
+        all.push(rope_kv(shape, extras));
+        for window in windows(features) {
+            for lengths in [&[1, 17, 0, 200][..], &[2000, 64, 65]] {
+                all.push(decode_attention(shape, lengths, window));
+            }
+            all.push(prefill_attention(shape, window));
         }
-        all.push(prefill_attention(element, head_dim, heads, kv_heads));
     }
     all.extend([(1, 96, 200), (37, 256, 64), (300, 64, 130)].map(|size| matmul(element, size)));
     all.extend([50, 5000, 40_003].map(choose));
@@ -203,26 +212,38 @@ fn cases(element: Element, head_dim: usize, stages: usize) -> Vec<KernelCase> {
         for size in [(1, 64, 32), (3, 192, 4_800), (8, 2_368, 96), (5, 1_024, 17_024)] {
             all.push(few_rows(size));
         }
-        all.extend([(1, 64, 16, true), (8, 2_368, 112, false)].map(few_rows_gated));
+        all.extend([(1, 64, 16, true), (8, 2_368, 112, false)].map(|size| few_rows_gated(features, size)));
     }
     all.push(copies());
+    all.extend(features::cases(target));
     all
 }
 
-fn embed(element: Element) -> KernelCase {
-    let mut numbers = RandomNumbers(1);
+/// Windows of the cases of attention: none, of one key, inside a tile, beyond a tile, and longer than some sequences.
+fn windows(features: KernelFeatures) -> Vec<Option<usize>> {
+    let all = [None, Some(1), Some(13), Some(70), Some(150)];
+    all.into_iter().filter(|window| window.is_none() || features.has(KernelFeature::Windows)).collect()
+}
+
+fn embed(target: &KernelTarget) -> KernelCase {
+    let (mut numbers, element) = (RandomNumbers(1), target.element);
+    let scale = target.features.has(KernelFeature::ScaledEmbeddings).then_some(2.5);
     let (rows, vocab, width) = (5, 30, 300);
     let tokens = words((0..rows).map(|_| int(numbers.below(vocab))));
     KernelCase {
         name: "embed".into(),
         buffers: vec![tokens, numbers.values(vocab * width, element), vec![0; rows * width * 4]],
-        work: Box::new(move |at| vec![KernelWork::Launch(kernels::embed(at[0], at[1], at[2], width, rows))]),
+        work: Box::new(move |at| {
+            let tables = [at[0], at[1], at[2]];
+            vec![KernelWork::Launch(kernels::embed(tables, width, rows, scale))]
+        }),
         compared: vec![(2, Comparison::Bytes)],
     }
 }
 
-fn silu_mul(element: Element, width: usize, with_bias: bool) -> KernelCase {
-    let (mut numbers, rows) = (RandomNumbers(2), 7);
+fn silu_mul(target: &KernelTarget, width: usize, with_bias: bool) -> KernelCase {
+    let (mut numbers, rows, element) = (RandomNumbers(2), 7, target.element);
+    let activation = activation(target.features);
     KernelCase {
         name: format!("silu_mul of {width}"),
         buffers: vec![
@@ -232,14 +253,16 @@ fn silu_mul(element: Element, width: usize, with_bias: bool) -> KernelCase {
         ],
         work: Box::new(move |at| {
             let bias = with_bias.then_some(at[1]);
-            vec![KernelWork::Launch(kernels::silu_mul(at[0], bias, at[2], width, rows))]
+            vec![KernelWork::Launch(kernels::silu_mul(at[0], bias, at[2], (width, rows), activation))]
         }),
         compared: vec![near(2, element)],
     }
 }
 
-fn add_rms_norm(element: Element, width: usize, bare: bool) -> KernelCase {
+fn add_rms_norm(target: &KernelTarget, width: usize, bare: bool) -> KernelCase {
     let (mut numbers, rows) = (RandomNumbers(3), 6);
+    let KernelTarget { element, features, .. } = *target;
+    let has_post = features.has(KernelFeature::PostNorms) && !bare;
     // Rows in another order, one of them padding.
     let order = words([3, 1, -1, 5, 0]);
     let made = if bare { rows } else { 5 };
@@ -252,16 +275,18 @@ fn add_rms_norm(element: Element, width: usize, bare: bool) -> KernelCase {
             numbers.values(width, Element::F32),
             order,
             vec![0; rows * width * element.bytes()],
+            numbers.values(width, Element::F32),
         ],
         work: Box::new(move |at| {
             let norm = NormArgs {
                 hidden: at[0],
                 delta: (!bare).then_some((at[1], Some(at[2]))),
+                post: has_post.then_some(at[6]),
                 weight: at[3],
                 rows: (!bare).then_some(at[4]),
                 out: at[5],
             };
-            vec![KernelWork::Launch(kernels::add_rms_norm(&norm, width, 1e-5, made))]
+            vec![KernelWork::Launch(kernels::add_rms_norm(features, &norm, width, 1e-5, made))]
         }),
         compared: vec![near(0, Element::F32), near(5, element)],
     }
@@ -270,22 +295,24 @@ fn add_rms_norm(element: Element, width: usize, bare: bool) -> KernelCase {
 const BLOCK_TOKENS: usize = 16;
 const LAYERS: usize = 2;
 
-fn shape(element: Element, head_dim: usize, heads: usize, kv_heads: usize) -> KernelShape {
+fn shape(target: &KernelTarget, heads: usize, kv_heads: usize) -> KernelShape {
+    let KernelTarget { element, head_dim, features } = *target;
     KernelShape {
-        element,
         heads,
         kv_heads,
-        head_dim,
-        decode_stages: kernels::DECODE_STAGES[0],
         block_tokens: BLOCK_TOKENS,
         block_stride: LAYERS * 2 * kv_heads * BLOCK_TOKENS * head_dim,
-        norm_eps: 1e-5,
+        features,
+        score_cap: 0.3,
+        // An odd number of pairs.
+        rotary_dim: head_dim / 4 * 2 - 2,
+        ..KernelShape::plain(element, head_dim)
     }
 }
 
-fn rope_kv(element: Element, head_dim: usize, heads: usize, kv_heads: usize, extras: bool) -> KernelCase {
+fn rope_kv(shape: KernelShape, extras: bool) -> KernelCase {
     let (mut numbers, rows, blocks, positions) = (RandomNumbers(4), 5, 3, 40);
-    let shape = shape(element, head_dim, heads, kv_heads);
+    let KernelShape { element, head_dim, heads, kv_heads, .. } = shape;
     let at_positions = words((0..rows).map(|_| int(numbers.below(positions))));
     KernelCase {
         name: format!("rope_kv, {heads} and {kv_heads} heads"),
@@ -331,15 +358,9 @@ fn tables(numbers: &mut RandomNumbers, lengths: &[usize]) -> (Vec<i32>, Vec<usiz
     (order, starts, blocks.max(1))
 }
 
-fn decode_attention(
-    element: Element,
-    head_dim: usize,
-    decode_stages: usize,
-    (heads, kv_heads): (usize, usize),
-    lengths: &'static [usize],
-) -> KernelCase {
+fn decode_attention(shape: KernelShape, lengths: &'static [usize], window: Option<usize>) -> KernelCase {
     let mut numbers = RandomNumbers(5);
-    let shape = KernelShape { decode_stages, ..shape(element, head_dim, heads, kv_heads) };
+    let KernelShape { element, head_dim, heads, kv_heads, .. } = shape;
     let (order, starts, blocks) = tables(&mut numbers, lengths);
     let rows = lengths.len();
     let entries = lengths.iter().zip(&starts).enumerate();
@@ -349,7 +370,10 @@ fn decode_attention(
     let splits = lengths.iter().max().map_or(1, |most| most.div_ceil(SPLIT_TOKENS) + 2);
     let per_head = rows * heads * splits;
     KernelCase {
-        name: format!("decode_attention, {heads} and {kv_heads} heads, keys {lengths:?}"),
+        name: format!(
+            "decode_attention, {heads} and {kv_heads} heads, keys {lengths:?}{}",
+            window_name(window)
+        ),
         buffers: vec![
             numbers.values(rows * shape.qkv_width(), element),
             numbers.values(blocks * shape.block_stride, element),
@@ -368,6 +392,7 @@ fn decode_attention(
                 out: at[4],
                 partial: at[5],
                 summary: at[6],
+                window,
             };
             kernels::decode_attention(&shape, &parts, 1, rows, splits).map(KernelWork::Launch).into()
         }),
@@ -375,9 +400,13 @@ fn decode_attention(
     }
 }
 
-fn prefill_attention(element: Element, head_dim: usize, heads: usize, kv_heads: usize) -> KernelCase {
+fn window_name(window: Option<usize>) -> String {
+    window.map_or_else(String::new, |window| format!(", window {window}"))
+}
+
+fn prefill_attention(shape: KernelShape, window: Option<usize>) -> KernelCase {
     let mut numbers = RandomNumbers(6);
-    let shape = shape(element, head_dim, heads, kv_heads);
+    let KernelShape { element, head_dim, heads, kv_heads, .. } = shape;
     // Position of the first query and number of queries of each sequence.
     let sequences = [(0, 130), (100, 3), (63, 64), (7, 2)];
     let lengths = sequences.map(|(first, queries)| first + queries);
@@ -391,7 +420,7 @@ fn prefill_attention(element: Element, head_dim: usize, heads: usize, kv_heads: 
     }
     let count = tiles.len() / 4;
     KernelCase {
-        name: format!("prefill_attention, {heads} and {kv_heads} heads"),
+        name: format!("prefill_attention, {heads} and {kv_heads} heads{}", window_name(window)),
         buffers: vec![
             numbers.values(rows * shape.qkv_width(), element),
             numbers.values(blocks * shape.block_stride, element),
@@ -409,6 +438,7 @@ fn prefill_attention(element: Element, head_dim: usize, heads: usize, kv_heads: 
                 out,
                 partial: unused,
                 summary: unused,
+                window,
             };
             vec![KernelWork::Launch(kernels::prefill_attention(&shape, &parts, 1, count))]
         }),
@@ -457,8 +487,11 @@ fn few_rows(size @ (rows, inputs, outputs): (usize, usize, usize)) -> KernelCase
     })
 }
 
-fn few_rows_gated((rows, inputs, width, with_bias): (usize, usize, usize, bool)) -> KernelCase {
-    let (mut numbers, element) = (RandomNumbers(10), Element::Bf16);
+fn few_rows_gated(
+    features: KernelFeatures,
+    (rows, inputs, width, with_bias): (usize, usize, usize, bool),
+) -> KernelCase {
+    let (mut numbers, element, activation) = (RandomNumbers(10), Element::Bf16, activation(features));
     KernelCase {
         name: format!("few_rows_gated of {rows} × {inputs} × {width}"),
         buffers: vec![
@@ -471,7 +504,8 @@ fn few_rows_gated((rows, inputs, width, with_bias): (usize, usize, usize, bool))
             let (x, weights, out, outputs) = (at[0], at[1], at[3], 2 * width);
             let matmul = Matmul { x, weights, out, rows, inputs, outputs, element, result: element };
             let bias = with_bias.then_some(at[2]);
-            vec![KernelWork::Launch(kernels::few_rows_gated(&matmul, bias, out).expect("it fits"))]
+            let launch = kernels::few_rows_gated(&matmul, bias, out, activation);
+            vec![KernelWork::Launch(launch.expect("it fits"))]
         }),
         compared: vec![near(3, element)],
     }

@@ -55,7 +55,7 @@ pub use self::open::{
 
 use self::device::{DeviceSlice, Graph, HostBuffer, HostSlice, Priority, Stream, StreamEvent};
 use self::forward::CudaActivations;
-use self::kernels::{DRAW_WORDS, KernelShape};
+use self::kernels::{DRAW_WORDS, KernelFeatures, KernelShape};
 use self::model::CudaNetwork;
 use self::plan::{BUCKETS, StepBounds, StepPlan};
 use self::pool_size::MemorySizes;
@@ -445,6 +445,10 @@ fn kernel_shape(
         block_tokens: options.block_tokens,
         block_stride: layout.block_bytes() / layout.dtype.bytes(),
         norm_eps: config.norm_eps,
+        features: KernelFeatures::of(config),
+        factor: config.attention.factor,
+        score_cap: config.attention.cap.unwrap_or(0.0),
+        rotary_dim: config.attention.rotary_dim,
     }
 }
 

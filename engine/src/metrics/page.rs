@@ -124,7 +124,7 @@ fn every_metric_of_the_sources_has_type_help_and_common_labels() {
     // Names in the sources, so that none is missing above.
     let files = ["mod", "drafts", "pressure", "steps", "tiers"].map(|name| format!("src/metrics/{name}.rs"));
     let sources = files.map(|file| {
-        let text = std::fs::read_to_string(ours(file)).expect("a source is text");
+        let text = std::fs::read_to_string(ours(&file)).expect("a source is text");
         text.split("mod tests {").next().unwrap_or_default().to_owned()
     });
     let text = sources.concat();

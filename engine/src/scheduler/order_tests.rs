@@ -12,6 +12,7 @@ const CONFIG: SchedulerConfig = SchedulerConfig {
     max_num_batched_tokens: 64,
     max_waiting: 64,
     max_model_len: 256,
+    window: None,
 };
 
 /// A sequence whose tokens are its own.
@@ -172,6 +173,7 @@ fn full_pool(requests: &[(usize, usize, usize)], reserves: bool) -> RunCost {
         max_num_batched_tokens: 256,
         max_waiting: 1_024,
         max_model_len: 4_096,
+        window: None,
     };
     let scheduler = Scheduler::new(config, 256);
     let mut scheduler = if reserves { scheduler.with_growth_reserve() } else { scheduler };

@@ -312,7 +312,7 @@ impl<'a, D: Device> BareDevice<'a, D> {
                 decode_stages: kernels::decode_stages(head_dim, self.device.shared_bytes_max()),
                 block_tokens: BLOCK_TOKENS,
                 block_stride: attended * 2 * kv_heads * BLOCK_TOKENS * head_dim,
-                norm_eps: 1e-5,
+                ..KernelShape::plain(Element::Bf16, head_dim)
             };
             let splits = shape.splits(sequences, self.device.multiprocessors()).min(context / SPLIT_TOKENS);
             let parts = AttentionArgs {
@@ -323,6 +323,7 @@ impl<'a, D: Device> BareDevice<'a, D> {
                 out: self.room(sequences * heads * head_dim * 2)?,
                 partial: self.room(sequences * heads * splits * head_dim * 4)?,
                 summary: self.room(sequences * heads * splits * 8)?,
+                window: None,
             };
             self.fill(&[parts.pool, parts.qkv])?;
             let host = HostSlice { host: self.device.host(blocks * 4)?, offset: 0 };
@@ -351,7 +352,7 @@ impl<'a, D: Device> BareDevice<'a, D> {
                 limit: Some(copy),
                 target: Some(copy * 0.8),
             });
-            let AttentionArgs { qkv, pool, tables, entries, out, partial, summary } = parts;
+            let AttentionArgs { qkv, pool, tables, entries, out, partial, summary, .. } = parts;
             self.free(&[qkv, pool, tables, entries, out, partial, summary])?;
         }
         Ok(())
@@ -542,6 +543,7 @@ mod tests {
             out: slice,
             partial: slice,
             summary: slice,
+            window: None,
         };
         let shape = KernelShape {
             element: Element::Bf16,
@@ -551,7 +553,7 @@ mod tests {
             decode_stages: 3,
             block_tokens: BLOCK_TOKENS,
             block_stride: 3 * 2 * 2 * BLOCK_TOKENS * 16,
-            norm_eps: 1e-5,
+            ..KernelShape::plain(Element::Bf16, 16)
         };
         let launches = in_turn(&shape, &parts, 3, 1, 2);
         let attention: Vec<_> =

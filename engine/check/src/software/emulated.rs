@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::SoftwareMemory;
 use baton_engine::compute::cuda::copy_pieces::{self, CopyCommand, CopyPiece};
-use baton_engine::compute::cuda::device::{DeviceSlice, Element, Kernel, Launch};
-use baton_engine::compute::cuda::kernels;
+use baton_engine::compute::cuda::device::{DeviceSlice, Launch};
+use baton_engine::compute::cuda::kernels::{self, KernelTarget};
 
 /// Why kernels cannot be emulated.
 #[derive(Debug, thiserror::Error)]
@@ -38,14 +38,15 @@ pub enum EmulationError {
 const DYNAMIC_SHARED: &str = "extern __shared__ __align__(16) unsigned char shared[];";
 
 /// The complete source of a library that runs the kernels on this CPU.
-fn source(element: Element, head_dim: usize, stages: usize) -> String {
+fn source(target: &KernelTarget, stages: usize) -> String {
     // An array without a size is not a valid variable there.
-    let bodies = kernels::bodies(element).replace(DYNAMIC_SHARED, "unsigned char* shared = shared_memory;");
-    let names = Kernel::all(element).iter().map(|kernel| kernel.label()).chain([kernels::COPY_KERNEL]);
+    let bodies = kernels::bodies(target).replace(DYNAMIC_SHARED, "unsigned char* shared = shared_memory;");
+    let own = target.kernels();
+    let names = own.iter().map(|kernel| kernel.label()).chain([kernels::COPY_KERNEL]);
     let exported: String = names.map(|name| format!("EMULATE({name})\n")).collect();
     let exported = format!("EMULATE_BEGIN\n{exported}EMULATE_END\n");
     let emulation = kernels::lines("emulation.cpp", include_str!("emulation.cpp"));
-    emulation + &kernels::definitions(element, head_dim, stages) + &bodies + &exported
+    emulation + &kernels::definitions(target, stages) + &bodies + &exported
 }
 
 /// `baton_emulate` of `emulation.cpp`.
@@ -57,7 +58,7 @@ fn address(buffers: &mut [Option<SoftwareMemory>], slice: &DeviceSlice) -> u64 {
     memory.bytes.address(slice.offset)
 }
 
-/// Kernels for one element type and head width, compiled for this CPU. Never unloaded.
+/// Kernels for one target, compiled for this CPU. Never unloaded.
 pub struct Emulation(EmulateFn);
 
 impl Emulation {
@@ -65,7 +66,7 @@ impl Emulation {
     ///
     /// # Errors
     /// [`EmulationError`].
-    pub fn new(element: Element, head_dim: usize, stages: usize) -> Result<Self, EmulationError> {
+    pub fn new(target: &KernelTarget, stages: usize) -> Result<Self, EmulationError> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let name = format!("baton-emulation-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let folder = std::env::temp_dir().join(name);
@@ -75,7 +76,7 @@ impl Emulation {
         };
         // A new folder with access for this user only, so that no other user can put a library there.
         DirBuilder::new().mode(0o700).create(&folder).map_err(system(&folder))?;
-        let loaded = Self::build(&folder, &source(element, head_dim, stages));
+        let loaded = Self::build(&folder, &source(target, stages));
         // A loaded library does not need its file.
         std::fs::remove_dir_all(&folder).map_err(system(&folder))?;
         loaded
@@ -180,13 +181,18 @@ impl Emulation {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use baton_engine::compute::cuda::device::Element;
+    use baton_engine::compute::cuda::kernels::KernelFeatures;
 
     #[test]
     fn emulated_sources_declare_no_shared_memory_without_a_size() {
         for element in [Element::F32, Element::Bf16] {
-            let is_declared = kernels::bodies(element).contains(DYNAMIC_SHARED);
-            assert_eq!(is_declared, element == Element::Bf16);
-            assert!(!source(element, 64, 3).contains("extern __shared__"));
+            for features in [KernelFeatures::NONE, KernelFeatures::ALL] {
+                let target = KernelTarget { features, ..KernelTarget::plain(element, 64) };
+                let is_declared = kernels::bodies(&target).contains(DYNAMIC_SHARED);
+                assert_eq!(is_declared, element == Element::Bf16);
+                assert!(!source(&target, 3).contains("extern __shared__"));
+            }
         }
     }
 }

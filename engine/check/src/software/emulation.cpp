@@ -152,6 +152,15 @@ template <class V>
 static V min(V a, V b) {
     return b < a ? b : a;
 }
+static int max(int a, int b) { return b < a ? a : b; }
+static int __popc(u32 bits) { return __builtin_popcount(bits); }
+static u32 __ballot_sync(u32, bool mine) {
+    const u32 bit = mine ? 1 : 0;
+    u32(*all)[8] = exchange(&bit, 1);
+    u32 bits = 0;
+    for (u32 lane = 0; lane < 32; lane++) bits |= all[lane][0] << lane;
+    return bits;
+}
 
 // The functions of ptx.cu.
 

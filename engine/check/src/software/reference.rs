@@ -5,6 +5,7 @@
 
 mod attention;
 mod choose;
+mod experts;
 
 use half::bf16;
 
@@ -72,6 +73,23 @@ impl<'a> KernelRun<'a> {
         match self.arg(arg)? {
             KernelArg::F32(value) => Ok(value),
             other => Err(format!("argument {arg} is {other:?}, not a float")),
+        }
+    }
+
+    /// Whether the launch has an argument of a feature.
+    fn has(&self, arg: usize) -> bool {
+        arg < self.launch.args.len()
+    }
+
+    /// The activation of gate: silu, or what argument `arg` names.
+    fn activation(&self, arg: usize) -> Result<fn(f32) -> f32, KernelFault> {
+        if !self.has(arg) {
+            return Ok(silu);
+        }
+        match self.number(arg)? {
+            0 => Ok(silu),
+            1 => Ok(gelu),
+            other => Err(format!("activation {other}")),
         }
     }
 
@@ -149,6 +167,12 @@ pub(super) fn run(run: &mut KernelRun<'_>) -> Result<(), KernelFault> {
         Kernel::FewRowsWide => few_rows(run, 32),
         Kernel::FewRowsDeep => few_rows(run, 16),
         Kernel::FewRowsGated => few_rows_gated(run),
+        Kernel::CapLogits => cap_logits(run),
+        Kernel::Route => experts::route(run),
+        Kernel::GroupExperts => experts::group(run),
+        Kernel::ExpertGateUp => experts::gate_up(run),
+        Kernel::ExpertDown => experts::down(run),
+        Kernel::CombineExperts => experts::combine(run),
     }
 }
 
@@ -156,7 +180,11 @@ fn embed(run: &mut KernelRun<'_>) -> Result<(), KernelFault> {
     let (element, width, [rows, ..]) = (run.module.element, run.number(3)?, run.grid());
     for row in 0..rows {
         let token = KernelRun::index(run.integers(0, row, 1)?[0], "token")?;
-        let values = run.read(1, element, token * width, width)?;
+        let mut values = run.read(1, element, token * width, width)?;
+        if run.has(4) {
+            let scale = run.float(4)?;
+            values.iter_mut().for_each(|value| *value *= scale);
+        }
         run.write(2, Element::F32, row * width, &values)?;
     }
     Ok(())
@@ -165,6 +193,32 @@ fn embed(run: &mut KernelRun<'_>) -> Result<(), KernelFault> {
 fn inverse_rms(values: &[f32], eps: f32) -> f32 {
     let squares: f32 = values.iter().map(|value| value * value).sum();
     1.0 / (squares / values.len() as f32 + eps).sqrt()
+}
+
+fn silu(x: f32) -> f32 {
+    x / (1.0 + (-x).exp())
+}
+
+/// The approximation by a hyperbolic tangent.
+fn gelu(x: f32) -> f32 {
+    const SCALE: f32 = 0.797_884_6;
+    0.5 * x * (1.0 + (SCALE * (x + 0.044_715 * (x * x * x))).tanh())
+}
+
+/// A soft cap.
+fn capped(x: f32, cap: f32) -> f32 {
+    cap * (x / cap).tanh()
+}
+
+fn cap_logits(run: &mut KernelRun<'_>) -> Result<(), KernelFault> {
+    let (width, cap, [parts, rows, _]) = (run.number(1)?, run.float(2)?, run.grid());
+    let computed = width.min(parts * run.launch.threads as usize);
+    for row in 0..rows {
+        let logits = run.read(0, Element::F32, row * width, computed)?;
+        let logits: Vec<_> = logits.into_iter().map(|logit| capped(logit, cap)).collect();
+        run.write(0, Element::F32, row * width, &logits)?;
+    }
+    Ok(())
 }
 
 fn add_rms_norm(run: &mut KernelRun<'_>) -> Result<(), KernelFault> {
@@ -181,9 +235,12 @@ fn add_rms_norm(run: &mut KernelRun<'_>) -> Result<(), KernelFault> {
         if !run.is_null(1)? {
             let delta = run.read(1, Element::F32, row * width, width)?;
             let bias = if run.is_null(2)? { vec![0.0; width] } else { run.read(2, Element::F32, 0, width)? };
-            for ((x, delta), bias) in x.iter_mut().zip(delta).zip(bias) {
-                *x += delta + bias;
+            let mut added: Vec<_> = delta.into_iter().zip(bias).map(|(delta, bias)| delta + bias).collect();
+            if run.has(8) && !run.is_null(8)? {
+                let (scale, post) = (inverse_rms(&added, eps), run.read(8, Element::F32, 0, width)?);
+                added.iter_mut().zip(post).for_each(|(value, post)| *value *= scale * post);
             }
+            x.iter_mut().zip(added).for_each(|(x, added)| *x += added);
             run.write(0, Element::F32, row * width, &x)?;
         }
         let (scale, weight) = (inverse_rms(&x, eps), run.read(3, Element::F32, 0, width)?);
@@ -198,6 +255,10 @@ fn rope_kv(run: &mut KernelRun<'_>) -> Result<(), KernelFault> {
     let (block_stride, layer) = (run.number(8)?, run.number(9)?);
     let (heads, kv_heads, block_tokens) = (run.number(10)?, run.number(11)?, run.number(12)?);
     let (eps, units, [rows, groups, _]) = (run.float(13)?, heads + 2 * kv_heads, run.grid());
+    let rotary = if run.has(14) { run.number(14)? } else { dim };
+    if rotary > dim || rotary % 2 != 0 {
+        return Err(format!("{rotary} of {dim} elements are rotated"));
+    }
     for row in 0..rows {
         let slot = run.integers(6, row, 1)?[0];
         for unit in 0..units.min(groups * 4) {
@@ -219,11 +280,7 @@ fn rope_kv(run: &mut KernelRun<'_>) -> Result<(), KernelFault> {
             if !is_value {
                 let position = KernelRun::index(run.integers(5, row, 1)?[0], "position")?;
                 let angles = run.read(4, Element::F32, position * dim, dim)?;
-                let (low, high) = head.split_at_mut(dim / 2);
-                let (cos, sin) = angles.split_at(dim / 2);
-                for (((low, high), cos), sin) in low.iter_mut().zip(high).zip(cos).zip(sin) {
-                    (*low, *high) = (*low * cos - *high * sin, *high * cos + *low * sin);
-                }
+                rotate(&mut head, &angles, rotary);
             }
             if is_query {
                 run.write(0, element, at, &head)?;
@@ -237,9 +294,21 @@ fn rope_kv(run: &mut KernelRun<'_>) -> Result<(), KernelFault> {
     Ok(())
 }
 
+/// Rotates the pairs of a head. The pairs beyond `rotary` elements follow the others.
+fn rotate(head: &mut [f32], angles: &[f32], rotary: usize) {
+    let half = head.len() / 2;
+    for pair in 0..half {
+        let is_first = pair < rotary / 2;
+        let (low, high) = if is_first { (pair, pair + rotary / 2) } else { (pair + rotary / 2, pair + half) };
+        let (x, y, cos, sin) = (head[low], head[high], angles[pair], angles[half + pair]);
+        (head[low], head[high]) = (x * cos - y * sin, y * cos + x * sin);
+    }
+}
+
 fn silu_mul(run: &mut KernelRun<'_>) -> Result<(), KernelFault> {
     let (element, width, [parts, rows, _]) = (run.module.element, run.number(3)?, run.grid());
     let computed = width.min(parts * run.launch.threads as usize);
+    let activation = run.activation(4)?;
     for row in 0..rows {
         let mut gate = run.read(0, element, row * 2 * width, computed)?;
         let mut up = run.read(0, element, (row * 2 + 1) * width, computed)?;
@@ -250,7 +319,7 @@ fn silu_mul(run: &mut KernelRun<'_>) -> Result<(), KernelFault> {
             add(&mut gate, run.read(1, Element::F32, 0, computed)?);
             add(&mut up, run.read(1, Element::F32, width, computed)?);
         }
-        let out: Vec<_> = gate.iter().zip(up).map(|(gate, up)| gate / (1.0 + (-gate).exp()) * up).collect();
+        let out: Vec<_> = gate.into_iter().zip(up).map(|(gate, up)| activation(gate) * up).collect();
         run.write(2, element, row * width, &out)?;
     }
     Ok(())
@@ -291,6 +360,7 @@ fn few_rows_gated(run: &mut KernelRun<'_>) -> Result<(), KernelFault> {
     if run.grid()[0] * 16 != outputs {
         return Err(format!("{} blocks for {outputs} outputs", run.grid()[0]));
     }
+    let activation = run.activation(7)?;
     let (gate, up) = (sums(run, rows, inputs, 0, outputs)?, sums(run, rows, inputs, outputs, outputs)?);
     let bias = match run.is_null(2)? {
         true => vec![0.0; 2 * outputs],
@@ -302,7 +372,7 @@ fn few_rows_gated(run: &mut KernelRun<'_>) -> Result<(), KernelFault> {
         .enumerate()
         .map(|(at, (gate, up))| {
             let (gate, up) = (gate + bias[at % outputs], up + bias[outputs + at % outputs]);
-            gate / (1.0 + (-gate).exp()) * up
+            activation(gate) * up
         })
         .collect();
     run.write(3, run.module.element, 0, &out)

@@ -2,6 +2,7 @@
 
 use super::*;
 use baton_engine::compute::cuda::kernels;
+use baton_engine::model::spec::Activation;
 
 fn device() -> SoftwareDevice {
     SoftwareDevice::new(1 << 20, Element::F32, 32)
@@ -13,7 +14,7 @@ fn at(host: HostBuffer) -> HostSlice {
 
 /// A launch that reads one buffer and writes another.
 fn silu(from: DeviceSlice, to: DeviceSlice) -> Launch {
-    kernels::silu_mul(from, None, to, 8, 1)
+    kernels::silu_mul(from, None, to, (8, 1), Activation::Silu)
 }
 
 struct SoftwareFixture {
@@ -71,8 +72,9 @@ fn an_event_does_not_cover_work_enqueued_after_it() {
 #[test]
 fn two_streams_may_read_the_same_bytes_and_write_different_ones() {
     let SoftwareFixture { mut device, a, b, one, two, .. } = software_fixture();
-    device.launch(one, &kernels::silu_mul(a, None, b.part(0, 16), 4, 1)).unwrap();
-    device.launch(two, &kernels::silu_mul(a, None, b.part(16, 16), 4, 1)).unwrap();
+    let half = |at| kernels::silu_mul(a, None, b.part(at, 16), (4, 1), Activation::Silu);
+    device.launch(one, &half(0)).unwrap();
+    device.launch(two, &half(16)).unwrap();
     assert_undefined(device.copy(one, b.part(0, 4), b.part(16, 4)), "stream 2");
 }
 
@@ -123,7 +125,7 @@ fn accesses_beyond_a_buffer_are_rejected_before_and_during_a_launch() {
     assert_undefined(device.launch(one, &silu(beyond, b)), "of a buffer of 64");
     // Eight values of gate and eight of up are 64 bytes; sixteen are too long.
     assert_undefined(
-        device.launch(one, &kernels::silu_mul(a, None, b, 16, 1)),
+        device.launch(one, &kernels::silu_mul(a, None, b, (16, 1), Activation::Silu)),
         "argument 0: bytes 64 to 128 of 64",
     );
     assert_undefined(device.upload(one, HostSlice { host, offset: 32 }, a), "of host memory");
@@ -160,16 +162,8 @@ fn a_block_table_entry_outside_the_pool_is_rejected() {
     let mut device = device();
     let stream = device.stream(Priority::Steps).unwrap();
     let mut buffer = |words: usize| DeviceSlice::of(device.alloc(words * 4).unwrap(), words * 4);
-    let shape = kernels::KernelShape {
-        element: Element::F32,
-        heads: 1,
-        kv_heads: 1,
-        head_dim: 32,
-        decode_stages: 3,
-        block_tokens: 8,
-        block_stride: 2 * 8 * 32,
-        norm_eps: 1e-5,
-    };
+    let plain = kernels::KernelShape::plain(Element::F32, 32);
+    let shape = kernels::KernelShape { block_tokens: 8, block_stride: 2 * 8 * 32, ..plain };
     let parts = kernels::AttentionArgs {
         qkv: buffer(96),
         pool: buffer(2 * 8 * 32),
@@ -178,6 +172,7 @@ fn a_block_table_entry_outside_the_pool_is_rejected() {
         out: buffer(32),
         partial: buffer(32),
         summary: buffer(2),
+        window: None,
     };
     let host = device.host(12).unwrap();
     // Row 0 sees nine keys. Its table begins at 0 and contains two zeros: block 0 twice.

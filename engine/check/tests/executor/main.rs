@@ -46,6 +46,23 @@ fn families() -> Vec<ModelConfig> {
         config("Mistral", r#", "sliding_window": null"#),
         // Tensors with the rows of several projections.
         config("Phi3", ""),
+        config("Mistral", r#", "sliding_window": 13"#),
+        config("Phi3", r#", "sliding_window": 40, "partial_rotary_factor": 0.75"#),
+        config("Mixtral", r#", "num_local_experts": 5"#),
+        config(
+            "Qwen3Moe",
+            r#", "num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 36,
+                "norm_topk_prob": false, "mlp_only_layers": [1]"#,
+        ),
+        config(
+            "Gemma2",
+            r#", "sliding_window": 21, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0,
+                "final_logit_softcapping": 10.0"#,
+        ),
+        config(
+            "Gemma3",
+            r#", "sliding_window": 30, "sliding_window_pattern": 2, "query_pre_attn_scalar": 40"#,
+        ),
     ]
 }
 
@@ -153,6 +170,20 @@ fn ragged_steps_chunks_and_buckets_match_the_cpus_logits() {
         assert!(rows > 200, "{rows}");
         assert!(device.device().replays > 10, "decode steps are graphs: {}", device.device().replays);
     }
+}
+
+#[test]
+fn more_rows_with_experts_than_are_computed_at_a_time_match_the_cpus_logits() {
+    // 64 experts for each of 150 rows; 8192 pairs are computed at a time.
+    let config = config("Mixtral", r#", "num_local_experts": 70, "num_experts_per_tok": 64"#);
+    let (mut device, mut cpu) = (on_software(&config, |_| ()), on_cpu(&config));
+    let (text, table) = (tokens(6, 150), blocks(3, 19));
+    let step = SeqStep { tokens: &text, start: 0, block_table: &table, logits: LogitsRequest::All };
+    let (mut ours, mut theirs) = (Logits::default(), Logits::default());
+    device.execute(std::slice::from_ref(&step), &mut ours).unwrap();
+    cpu.execute(&[step], &mut theirs).unwrap();
+    let far = far(&ours, &theirs);
+    assert!(ours.rows() == 150 && far < FAR, "{far}");
 }
 
 #[test]

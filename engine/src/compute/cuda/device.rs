@@ -415,7 +415,7 @@ pub trait Device: Send {
 }
 
 baton_connector::labelled! {
-    /// A kernel, with its name in the sources. The kernels for bf16 only come last.
+    /// A kernel, with its name in the sources.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
     pub enum Kernel {
         /// Rows of the embedding.
@@ -442,17 +442,18 @@ baton_connector::labelled! {
         FewRowsDeep => "few_rows_deep",
         /// The same of two matrices, and the gated activation of both.
         FewRowsGated => "few_rows_gated",
-    }
-}
-
-impl Kernel {
-    /// The kernels of an element type.
-    #[must_use]
-    pub fn all(element: Element) -> &'static [Self] {
-        match element {
-            Element::F32 => &Self::ALL[..9],
-            Element::Bf16 => &Self::ALL,
-        }
+        /// Soft cap of logits.
+        CapLogits => "cap_logits",
+        /// Chooses the experts of rows.
+        Route => "route",
+        /// Orders rows by expert.
+        GroupExperts => "group_experts",
+        /// Gate, up and activation of experts.
+        ExpertGateUp => "expert_gate_up",
+        /// The last projection of experts.
+        ExpertDown => "expert_down",
+        /// Adds the results of each row's experts.
+        CombineExperts => "combine_experts",
     }
 }
 

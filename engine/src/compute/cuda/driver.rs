@@ -28,9 +28,10 @@ use self::module::{DriverModule, LaunchSize};
 use self::pool::CudaPool;
 use super::copy_pieces::CopyPiece;
 use super::device::{
-    Device, DeviceBuffer, DeviceError, DeviceSlice, Element, Graph, HostBuffer, HostSlice, Kernel, Launch,
-    Matmul, PoolMemory, Priority, Stream, StreamEvent,
+    Device, DeviceBuffer, DeviceError, DeviceSlice, Graph, HostBuffer, HostSlice, Kernel, Launch, Matmul,
+    PoolMemory, Priority, Stream, StreamEvent,
 };
+use super::kernels::KernelTarget;
 use super::{cubins, kernels, nvrtc};
 
 /// Compute capability of the oldest devices with bf16 tensor cores.
@@ -166,22 +167,17 @@ impl DeviceProperties {
 unsafe impl Send for CudaDevice {}
 
 impl CudaDevice {
-    /// Device `ordinal`, with kernels for one element type and head width, compiled now or read from `cache`.
+    /// Device `ordinal`, with kernels for a target, compiled now or read from `cache`.
     ///
     /// # Errors
     /// [`DeviceError`]: the missing part and the places that were searched.
-    pub fn open(
-        ordinal: usize,
-        element: Element,
-        head_dim: usize,
-        cache: Option<&Path>,
-    ) -> Result<Self, DeviceError> {
+    pub fn open(ordinal: usize, target: &KernelTarget, cache: Option<&Path>) -> Result<Self, DeviceError> {
         let properties = DeviceProperties::query(ordinal)?;
         libraries::load(&libraries::BLAS)?;
         let (device, capability) = (properties.device, properties.capability);
         let arch = nvrtc::arch(capability);
-        let stages = kernels::decode_stages(head_dim, properties.shared_bytes_max);
-        let cubin = cubins::get(cache, &kernels::source(element, head_dim, stages), &arch)?;
+        let stages = kernels::decode_stages(target.head_dim, properties.shared_bytes_max);
+        let cubin = cubins::get(cache, &kernels::source(target, stages), &arch)?;
         let mut context = std::ptr::null_mut();
         // SAFETY: as above; the context is released when the device is dropped.
         unsafe {
@@ -192,7 +188,7 @@ impl CudaDevice {
             // SAFETY: the context is retained.
             check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(context) })?;
             // Kernels can begin early from compute capability 9.0 on.
-            DriverModule::load(device, &cubin, element, capability.0 >= 9)
+            DriverModule::load(device, &cubin, target, capability.0 >= 9)
         })();
         let (module, functions) = loaded.inspect_err(|_| {
             // SAFETY: retained once, and released once.

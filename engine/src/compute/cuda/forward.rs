@@ -2,16 +2,22 @@
 //!
 //! ```text
 //!   embed ▶ norm ▶ [ qkv ▶ rope_kv ▶ attention ▶ output ▶ add+norm ▶ gate, up ▶ silu ▶ down ▶ add+norm ]×layers
-//!         ▶ norm of wanted rows ▶ logits ▶ choose
+//!         ▶ norm of wanted rows ▶ logits ▶ cap ▶ choose
 //! ```
 //!
 //! Products of few rows use Baton's own kernels, with gate, up and silu in one; the library computes the others. The
 //! residual stream and the values that are added to it are f32. The inputs of matrices have the model's element type.
+//! Layers with experts are in `experts`.
+
+mod experts;
 
 use super::device::{Device, DeviceError, DeviceSlice, Element, Matmul};
 use super::kernels::{self, AttentionArgs, ChooseArgs, KernelShape, NormArgs, RopeKvArgs};
+use super::model::{CudaDense, CudaMlp};
 use super::plan::{Section, StepBounds, StepPlan, padded_rows};
 use super::{CudaExecutor, ModelConfig};
+
+use self::experts::ExpertBuffers;
 
 /// Buffers of one step with the most rows.
 #[derive(Clone, Copy)]
@@ -28,6 +34,8 @@ pub(super) struct CudaActivations {
     /// Best value of each part of each wanted row, and its index.
     best_values: DeviceSlice,
     best_places: DeviceSlice,
+    /// Buffers of layers with experts, if the model has any.
+    experts: Option<ExpertBuffers>,
 }
 
 impl CudaActivations {
@@ -41,6 +49,9 @@ impl CudaActivations {
         let rows = padded_rows(bounds.rows);
         let size = shape.element.bytes();
         let splits = |sequences: usize| sequences * shape.splits(sequences, multiprocessors);
+        let has_dense = (0..config.layers).any(|layer| config.experts_of(layer).is_none());
+        let intermediate = if has_dense { config.intermediate } else { 0 };
+        let experts = config.mlp.experts.as_ref();
         let splits = (1..=bounds.sequences.max(bounds.bucket)).map(splits).max().unwrap_or(1) * shape.heads;
         Ok(Self {
             hidden: room(rows * config.hidden * 4)?,
@@ -48,12 +59,15 @@ impl CudaActivations {
             qkv: room(rows * shape.qkv_width() * size)?,
             attended: room(rows * config.query_width() * size)?,
             projected: room(rows * config.hidden * 4)?,
-            gate_up: room(rows * 2 * config.intermediate * size)?,
-            activated: room(rows * config.intermediate * size)?,
+            gate_up: room(rows * 2 * intermediate * size)?,
+            activated: room(rows * intermediate * size)?,
             partial: room(splits * shape.head_dim * 4)?,
             summary: room(splits * 2 * 4)?,
             best_values: room(bounds.bucket * kernels::PARTS * 4)?,
             best_places: room(bounds.bucket * kernels::PARTS * 4)?,
+            experts: experts
+                .map(|experts| ExpertBuffers::new(room, shape, config, experts, rows))
+                .transpose()?,
         })
     }
 }
@@ -85,17 +99,19 @@ impl<D: Device> CudaExecutor<D> {
         }
     }
 
-    /// `activated = silu(gate + bias) * (up + bias)` of the normed rows.
-    fn gated(
-        &mut self,
-        weights: DeviceSlice,
-        bias: Option<DeviceSlice>,
-        rows: usize,
-    ) -> Result<(), DeviceError> {
+    /// `projected = down · (activation(gate + bias) * (up + bias))` of the normed rows.
+    fn dense(&mut self, dense: &CudaDense, rows: usize) -> Result<(), DeviceError> {
+        let (at, sizes) = (self.activations, (self.config.intermediate, self.config.hidden));
+        self.gated(dense, rows)?;
+        self.product(at.activated, dense.down, at.projected, rows, sizes, Element::F32)
+    }
+
+    fn gated(&mut self, dense: &CudaDense, rows: usize) -> Result<(), DeviceError> {
         let (at, width, element) = (self.activations, self.config.intermediate, self.shape.element);
+        let (bias, activation) = (dense.gate_up_bias, self.config.mlp.activation);
         let matmul = Matmul {
             x: at.normed,
-            weights,
+            weights: dense.gate_up,
             out: at.gate_up,
             rows: padded_rows(rows),
             inputs: self.config.hidden,
@@ -103,63 +119,78 @@ impl<D: Device> CudaExecutor<D> {
             element,
             result: element,
         };
-        if let Some(launch) = kernels::few_rows_gated(&matmul, bias, at.activated) {
+        if let Some(launch) = kernels::few_rows_gated(&matmul, bias, at.activated, activation) {
             return self.device.launch(self.streams.compute, &launch);
         }
         self.device.matmul(self.streams.compute, &matmul)?;
-        let silu = kernels::silu_mul(at.gate_up, bias, at.activated, width, rows);
+        let silu = kernels::silu_mul(at.gate_up, bias, at.activated, (width, rows), activation);
         self.device.launch(self.streams.compute, &silu)
     }
 
     fn norm(&mut self, norm: &NormArgs, rows: usize) -> Result<(), DeviceError> {
-        let launch = kernels::add_rms_norm(norm, self.config.hidden, self.config.norm_eps, rows);
+        let ModelConfig { hidden, norm_eps, .. } = self.config;
+        let launch = kernels::add_rms_norm(self.shape.features, norm, hidden, norm_eps, rows);
         self.device.launch(self.streams.compute, &launch)
     }
 
     /// Runs everything up to the last layer's output. [`Self::head`] adds this output to the residual stream.
     pub(super) fn layers(&mut self, plan: &StepPlan) -> Result<(), DeviceError> {
-        let (rows, hidden, inter) = (plan.rows, self.config.hidden, self.config.intermediate);
-        let (query, qkv, element) = (self.config.query_width(), self.shape.qkv_width(), self.shape.element);
-        let at = self.activations;
-        let tokens = self.section(plan.sections.tokens);
-        let embed = kernels::embed(tokens, self.network.embedding, at.hidden, hidden, rows);
+        let (rows, hidden, at) = (plan.rows, self.config.hidden, self.activations);
+        let tables = [self.section(plan.sections.tokens), self.network.embedding, at.hidden];
+        let embed = kernels::embed(tables, hidden, rows, self.network.embedding_scale);
         self.device.launch(self.streams.compute, &embed)?;
-        let first = self.network.layers[0].attention_norm;
+        let weight = self.network.layers[0].attention_norm;
+        let (normed, stream) = (at.normed, at.hidden);
         self.norm(
-            &NormArgs { hidden: at.hidden, delta: None, weight: first, rows: None, out: at.normed },
+            &NormArgs { hidden: stream, delta: None, post: None, weight, rows: None, out: normed },
             rows,
         )?;
         for index in 0..self.network.layers.len() {
             let layer = &self.network.layers[index];
-            let (weights, output_bias, down_bias) =
-                ([layer.qkv, layer.output, layer.gate_up, layer.down], layer.output_bias, layer.down_bias);
-            let (mlp_norm, gate_up_bias) = (layer.mlp_norm, layer.gate_up_bias);
-            let parts = RopeKvArgs {
-                qkv: at.qkv,
-                bias: layer.qkv_bias,
-                norms: layer.qk_norm,
-                angles: self.network.angles,
-                positions: self.section(plan.sections.positions),
-                slots: self.section(plan.sections.slots),
-                pool: self.kv.pool,
+            let (mlp, mlp_post) = (layer.mlp, layer.mlp_post_norm);
+            let attended = NormArgs {
+                hidden: stream,
+                delta: Some((at.projected, layer.output_bias)),
+                post: layer.attention_post_norm,
+                weight: layer.mlp_norm,
+                rows: None,
+                out: normed,
             };
-            self.product(at.normed, weights[0], at.qkv, rows, (hidden, qkv), element)?;
-            self.device.launch(self.streams.compute, &kernels::rope_kv(&self.shape, &parts, index, rows))?;
-            self.attend(plan, index)?;
-            self.product(at.attended, weights[1], at.projected, rows, (query, hidden), Element::F32)?;
-            let delta = Some((at.projected, output_bias));
-            self.norm(
-                &NormArgs { hidden: at.hidden, delta, weight: mlp_norm, rows: None, out: at.normed },
-                rows,
-            )?;
-            self.gated(weights[2], gate_up_bias, rows)?;
-            self.product(at.activated, weights[3], at.projected, rows, (inter, hidden), Element::F32)?;
+            self.attention(plan, index)?;
+            self.norm(&attended, rows)?;
+            match mlp {
+                CudaMlp::Dense(dense) => self.dense(&dense, rows)?,
+                CudaMlp::Experts(experts) => self.experts(plan, &experts)?,
+            }
             if let Some(next) = self.network.layers.get(index + 1) {
-                let (delta, weight) = (Some((at.projected, down_bias)), next.attention_norm);
-                self.norm(&NormArgs { hidden: at.hidden, delta, weight, rows: None, out: at.normed }, rows)?;
+                let (delta, weight) = (Some((at.projected, mlp.down_bias())), next.attention_norm);
+                let added =
+                    NormArgs { hidden: stream, delta, post: mlp_post, weight, rows: None, out: normed };
+                self.norm(&added, rows)?;
             }
         }
         Ok(())
+    }
+
+    /// Attention of the normed rows, up to its output projection.
+    fn attention(&mut self, plan: &StepPlan, index: usize) -> Result<(), DeviceError> {
+        let (rows, hidden, at) = (plan.rows, self.config.hidden, self.activations);
+        let (query, qkv, element) = (self.config.query_width(), self.shape.qkv_width(), self.shape.element);
+        let layer = &self.network.layers[index];
+        let (qkv_weights, output) = (layer.qkv, layer.output);
+        let parts = RopeKvArgs {
+            qkv: at.qkv,
+            bias: layer.qkv_bias,
+            norms: layer.qk_norm,
+            angles: layer.angles,
+            positions: self.section(plan.sections.positions),
+            slots: self.section(plan.sections.slots),
+            pool: self.kv.pool,
+        };
+        self.product(at.normed, qkv_weights, at.qkv, rows, (hidden, qkv), element)?;
+        self.device.launch(self.streams.compute, &kernels::rope_kv(&self.shape, &parts, index, rows))?;
+        self.attend(plan, index)?;
+        self.product(at.attended, output, at.projected, rows, (query, hidden), Element::F32)
     }
 
     fn attend(&mut self, plan: &StepPlan, layer: usize) -> Result<(), DeviceError> {
@@ -176,6 +207,7 @@ impl<D: Device> CudaExecutor<D> {
             out: self.activations.attended,
             partial: self.activations.partial,
             summary: self.activations.summary,
+            window: self.config.attention.window(layer),
         };
         if plan.sequences > 0 {
             let splits = self.shape.splits(plan.sequences, self.device.multiprocessors());
@@ -195,11 +227,12 @@ impl<D: Device> CudaExecutor<D> {
     /// Computes the logits of `rows` wanted rows from `first` on, and the tokens drawn from them.
     pub(super) fn head(&mut self, plan: &StepPlan, first: usize, rows: usize) -> Result<(), DeviceError> {
         let Some(last) = self.network.layers.last() else { return Ok(()) };
-        let (at, down_bias) = (self.activations, last.down_bias);
+        let (at, down_bias, post) = (self.activations, last.mlp.down_bias(), last.mlp_post_norm);
         let wanted = self.section(plan.sections.wanted).part(first * 4, rows * 4);
         let norm = NormArgs {
             hidden: at.hidden,
             delta: Some((at.projected, down_bias)),
+            post,
             weight: self.network.final_norm,
             rows: Some(wanted),
             out: at.normed,
@@ -220,6 +253,10 @@ impl<D: Device> CudaExecutor<D> {
             result: Element::F32,
         };
         self.multiply(&matmul)?;
+        if let Some(cap) = self.config.logit_cap {
+            let capped = kernels::cap_logits(logits, self.config.vocab, rows, cap);
+            self.device.launch(self.streams.compute, &capped)?;
+        }
         if !plan.sampled {
             return Ok(());
         }

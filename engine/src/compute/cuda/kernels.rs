@@ -1,9 +1,16 @@
 //! The kernels: their sources and their launches.
 //!
-//! A source is generated for one element type and head width and includes nothing. Arguments are built here for both
-//! devices. A test compares their number and kinds with the parameters in the sources.
+//! A source is generated for one element type, head width and set of [features](KernelFeatures), and includes nothing.
+//! Arguments are built here for both devices. A test compares their number and kinds with the parameters in the sources.
+
+mod experts;
+mod features;
+
+pub use self::experts::{CHOSEN_MAX, EXPERT_ROWS, EXPERTS_MAX, ExpertArgs, ExpertShape};
+pub use self::features::{KernelFeature, KernelFeatures, KernelTarget};
 
 use super::device::{DeviceSlice, Element, Kernel, KernelArg, Launch, Matmul};
+use crate::model::spec::Activation;
 
 const PTX: &str = include_str!("kernels/ptx.cu");
 const PRELUDE: &str = include_str!("kernels/prelude.cu");
@@ -17,6 +24,9 @@ const MERGE: &str = include_str!("kernels/merge.cu");
 const CHOOSE: &str = include_str!("kernels/choose.cu");
 const FEW_ROWS: &str = include_str!("kernels/few_rows.cu");
 const COPIES: &str = include_str!("kernels/copies.cu");
+const ROUTING: &str = include_str!("kernels/routing.cu");
+const EXPERTS_F32: &str = include_str!("kernels/experts_f32.cu");
+const EXPERTS_BF16: &str = include_str!("kernels/experts_bf16.cu");
 
 /// Queries of one tile of prefill attention.
 pub const TILE_QUERIES: usize = 64;
@@ -32,8 +42,8 @@ pub const PARTS: usize = 32;
 pub const DRAW_WORDS: usize = 7;
 /// Warps of a block of decode attention.
 const DECODE_WARPS: usize = 4;
-/// Most and fewest stages of a warp's pipeline: see [`decode_stages`].
-pub const DECODE_STAGES: [usize; 2] = [3, 2];
+/// Numbers of stages of a warp's pipeline, the most first: see [`decode_stages`].
+pub const DECODE_STAGES: [usize; 3] = [3, 2, 1];
 /// Most rows of products of few rows.
 pub const FEW_ROWS_MAX: usize = 8;
 /// Inputs that these products read at a time.
@@ -52,9 +62,9 @@ pub const COPY_PART: usize = 32 << 10;
 pub fn supported(element: Element, head_dim: usize) -> Result<(), String> {
     match element {
         Element::F32 if head_dim <= 256 && head_dim.is_multiple_of(2) => Ok(()),
-        Element::Bf16 if head_dim <= 128 && head_dim.is_multiple_of(16) => Ok(()),
+        Element::Bf16 if head_dim <= 256 && head_dim.is_multiple_of(16) => Ok(()),
         Element::F32 => Err(format!("head_dim {head_dim}: f32 on CUDA computes even widths up to 256")),
-        Element::Bf16 => Err(format!("head_dim {head_dim}: bf16 on CUDA computes multiples of 16 up to 128")),
+        Element::Bf16 => Err(format!("head_dim {head_dim}: bf16 on CUDA computes multiples of 16 up to 256")),
     }
 }
 
@@ -64,18 +74,22 @@ fn pipeline_bytes(head_dim: usize, stages: usize) -> usize {
 }
 
 /// Stages of decode attention that fit into a block's shared memory. With heads of 128 elements three stages take 102
-/// KiB, and devices of compute capability 8.6 and 8.9 have 99.
+/// KiB, and devices of compute capability 8.6 and 8.9 have 99. With heads of 256 elements one stage takes 68 KiB.
 #[must_use]
 pub fn decode_stages(head_dim: usize, shared_bytes_max: usize) -> usize {
-    let [most, fewest] = DECODE_STAGES;
-    if pipeline_bytes(head_dim, most) <= shared_bytes_max { most } else { fewest }
+    let fits = |stages: &usize| pipeline_bytes(head_dim, *stages) <= shared_bytes_max;
+    DECODE_STAGES.into_iter().find(fits).unwrap_or(1)
 }
 
-/// The complete source for one element type, head width and number of stages. `#line` makes errors refer to the source
-/// file.
+/// Keys of a tile of prefill attention. With wide heads two tiles of 64 do not fit into a block's shared memory.
+fn tile_keys(head_dim: usize) -> usize {
+    if head_dim > 128 { TILE_QUERIES / 2 } else { TILE_QUERIES }
+}
+
+/// The complete source for a target and a number of stages. `#line` makes errors refer to the source file.
 #[must_use]
-pub fn source(element: Element, head_dim: usize, stages: usize) -> String {
-    definitions(element, head_dim, stages) + &lines("ptx.cu", PTX) + &bodies(element)
+pub fn source(target: &KernelTarget, stages: usize) -> String {
+    definitions(target, stages) + &lines("ptx.cu", PTX) + &bodies(target)
 }
 
 /// A source behind a `#line`, so that errors refer to its file.
@@ -86,19 +100,25 @@ pub fn lines(name: &str, text: &str) -> String {
 
 /// The constants of the sources.
 #[must_use]
-pub fn definitions(element: Element, head_dim: usize, stages: usize) -> String {
-    let bf16 = u8::from(element == Element::Bf16);
+pub fn definitions(target: &KernelTarget, stages: usize) -> String {
+    let KernelTarget { element, head_dim, features } = *target;
+    let (bf16, keys) = (u8::from(element == Element::Bf16), tile_keys(head_dim));
+    let feature =
+        |feature: KernelFeature| format!("#define {} {}\n", feature.label(), u8::from(features.has(feature)));
+    let features: String = KernelFeature::ALL.into_iter().map(feature).collect();
     format!(
         "#define ELEMENT_BF16 {bf16}\n#define HEAD_DIM {head_dim}\n#define DECODE_WARPS {DECODE_WARPS}\n\
-         #define DECODE_STAGES {stages}\n#define KEYS {TILE_QUERIES}\n#define SPLIT_TOKENS {SPLIT_TOKENS}\n\
-         #define COPY_PIECES {COPY_PIECES}\n#define COPY_PART {COPY_PART}u\n"
+         #define DECODE_STAGES {stages}\n#define KEYS {keys}\n#define SPLIT_TOKENS {SPLIT_TOKENS}\n\
+         #define COPY_PIECES {COPY_PIECES}\n#define COPY_PART {COPY_PART}u\n\
+         #define EXPERT_ROWS {EXPERT_ROWS}\n#define EXPERTS_MAX {EXPERTS_MAX}\n#define CHOSEN_MAX {CHOSEN_MAX}\n\
+         {features}"
     )
 }
 
 /// All sources except the PTX instructions.
 #[must_use]
-pub fn bodies(element: Element) -> String {
-    let of_element: &[(&str, &str)] = match element {
+pub fn bodies(target: &KernelTarget) -> String {
+    let of_element: &[(&str, &str)] = match target.element {
         Element::Bf16 => &[
             ("tensor_core.cu", TENSOR_CORE),
             ("decode_bf16.cu", DECODE_BF16),
@@ -109,7 +129,13 @@ pub fn bodies(element: Element) -> String {
     };
     let first = [("prelude.cu", PRELUDE), ("rows.cu", ROWS), ("rope_kv.cu", ROPE_KV)];
     let last = [("merge.cu", MERGE), ("choose.cu", CHOOSE), ("copies.cu", COPIES)];
-    first.iter().chain(of_element).chain(&last).map(|(name, text)| lines(name, text)).collect()
+    let experts: &[(&str, &str)] = match target.element {
+        _ if !target.features.has(KernelFeature::Experts) => &[],
+        Element::Bf16 => &[("routing.cu", ROUTING), ("experts_bf16.cu", EXPERTS_BF16)],
+        Element::F32 => &[("routing.cu", ROUTING), ("experts_f32.cu", EXPERTS_F32)],
+    };
+    let all = first.iter().chain(of_element).chain(&last).chain(experts);
+    all.map(|(name, text)| lines(name, text)).collect()
 }
 
 /// Sizes of a model that launches depend on.
@@ -131,9 +157,36 @@ pub struct KernelShape {
     pub block_stride: usize,
     /// Added to mean squares.
     pub norm_eps: f32,
+    /// Features of the kernels.
+    pub features: KernelFeatures,
+    /// Multiplier of scores.
+    pub factor: f32,
+    /// Soft cap of scores, with [`KernelFeature::ScoreCaps`].
+    pub score_cap: f32,
+    /// Elements of a head that are rotated, with [`KernelFeature::PartialRotary`].
+    pub rotary_dim: usize,
 }
 
 impl KernelShape {
+    /// A shape of Llama with one head, one layer and one slot.
+    #[must_use]
+    pub fn plain(element: Element, head_dim: usize) -> Self {
+        Self {
+            element,
+            heads: 1,
+            kv_heads: 1,
+            head_dim,
+            decode_stages: DECODE_STAGES[0],
+            block_tokens: 1,
+            block_stride: 2 * head_dim,
+            norm_eps: 1e-5,
+            features: KernelFeatures::NONE,
+            factor: 1.0 / (head_dim as f32).sqrt(),
+            score_cap: 0.0,
+            rotary_dim: head_dim,
+        }
+    }
+
     /// Elements of a row of q, k and v.
     #[must_use]
     pub fn qkv_width(&self) -> usize {
@@ -181,16 +234,16 @@ fn read_or_null(slice: Option<DeviceSlice>) -> KernelArg {
     slice.map_or(KernelArg::Null, KernelArg::In)
 }
 
-/// `hidden[row] = table[tokens[row]]`.
+/// `hidden[row] = table[tokens[row]]`, times `scale` if the model has one.
 #[must_use]
 pub fn embed(
-    tokens: DeviceSlice,
-    table: DeviceSlice,
-    hidden: DeviceSlice,
+    [tokens, table, hidden]: [DeviceSlice; 3],
     width: usize,
     rows: usize,
+    scale: Option<f32>,
 ) -> Launch {
-    let args = vec![KernelArg::In(tokens), KernelArg::In(table), KernelArg::Out(hidden), n(width)];
+    let mut args = vec![KernelArg::In(tokens), KernelArg::In(table), KernelArg::Out(hidden), n(width)];
+    args.extend(scale.map(KernelArg::F32));
     launch(Kernel::Embed, [grid(rows), 1, 1], 256, args)
 }
 
@@ -201,6 +254,8 @@ pub struct NormArgs {
     pub hidden: DeviceSlice,
     /// Values to add to it, and their bias, f32.
     pub delta: Option<(DeviceSlice, Option<DeviceSlice>)>,
+    /// Weights of the norm of these values, f32, with [`KernelFeature::PostNorms`].
+    pub post: Option<DeviceSlice>,
     /// The norm's weights, f32.
     pub weight: DeviceSlice,
     /// The input row of each row of `out`; the same row by default.
@@ -209,10 +264,16 @@ pub struct NormArgs {
     pub out: DeviceSlice,
 }
 
-/// `hidden += delta + bias; out = norm(hidden)`, for `rows` rows of `out`.
+/// `hidden += post_norm(delta + bias); out = norm(hidden)`, for `rows` rows of `out`.
 #[must_use]
-pub fn add_rms_norm(norm: &NormArgs, width: usize, eps: f32, rows: usize) -> Launch {
-    let args = vec![
+pub fn add_rms_norm(
+    features: KernelFeatures,
+    norm: &NormArgs,
+    width: usize,
+    eps: f32,
+    rows: usize,
+) -> Launch {
+    let mut args = vec![
         KernelArg::Out(norm.hidden),
         read_or_null(norm.delta.map(|(delta, _)| delta)),
         read_or_null(norm.delta.and_then(|(_, bias)| bias)),
@@ -222,6 +283,9 @@ pub fn add_rms_norm(norm: &NormArgs, width: usize, eps: f32, rows: usize) -> Lau
         n(width),
         KernelArg::F32(eps),
     ];
+    if features.has(KernelFeature::PostNorms) {
+        args.push(read_or_null(norm.post));
+    }
     launch(Kernel::AddRmsNorm, [grid(rows), 1, 1], 512, args)
 }
 
@@ -234,7 +298,7 @@ pub struct RopeKvArgs {
     pub bias: Option<DeviceSlice>,
     /// Weights of the norms of q's and k's heads, f32.
     pub norms: Option<(DeviceSlice, DeviceSlice)>,
-    /// Cosines, then sines, of each position, f32.
+    /// Cosines, then sines, of each position, f32; of pairs that are not rotated 1 and 0.
     pub angles: DeviceSlice,
     /// Position of each row.
     pub positions: DeviceSlice,
@@ -247,7 +311,7 @@ pub struct RopeKvArgs {
 /// Bias, head norms, rotation and KV write of one layer.
 #[must_use]
 pub fn rope_kv(shape: &KernelShape, parts: &RopeKvArgs, layer: usize, rows: usize) -> Launch {
-    let args = [
+    let mut args = [
         &[KernelArg::Out(parts.qkv), read_or_null(parts.bias)][..],
         &[parts.norms.map(|(q, _)| q), parts.norms.map(|(_, k)| k)].map(read_or_null),
         &[parts.angles, parts.positions, parts.slots].map(KernelArg::In),
@@ -256,6 +320,9 @@ pub fn rope_kv(shape: &KernelShape, parts: &RopeKvArgs, layer: usize, rows: usiz
         &[KernelArg::F32(shape.norm_eps)],
     ]
     .concat();
+    if shape.features.has(KernelFeature::PartialRotary) {
+        args.push(n(shape.rotary_dim));
+    }
     let units = grid((shape.heads + 2 * shape.kv_heads).div_ceil(4));
     launch(Kernel::RopeKv, [grid(rows), units, 1], 128, args)
 }
@@ -277,6 +344,8 @@ pub struct AttentionArgs {
     pub partial: DeviceSlice,
     /// Maxima and denominators of splits, f32: decode only.
     pub summary: DeviceSlice,
+    /// Keys that a query sees, its own included, with [`KernelFeature::Windows`]. `None`: all.
+    pub window: Option<usize>,
 }
 
 /// The place of a layer in the pool, and the pool's heads and blocks.
@@ -286,8 +355,26 @@ fn layer_args(shape: &KernelShape, layer: usize) -> [KernelArg; 5] {
     [stride, offset, n(shape.heads), n(shape.kv_heads), n(shape.block_tokens)]
 }
 
-fn scale(shape: &KernelShape) -> KernelArg {
-    KernelArg::F32(1.0 / (shape.head_dim as f32).sqrt())
+/// The multiplier of scores, and the window and the soft cap of models with them.
+fn score_args(shape: &KernelShape, window: Option<usize>) -> Vec<KernelArg> {
+    let mut args = vec![KernelArg::F32(shape.factor)];
+    if shape.features.has(KernelFeature::Windows) {
+        // Positions are below 2^31.
+        let all = i32::MAX as usize;
+        args.push(n(window.unwrap_or(all).min(all)));
+    }
+    if shape.features.has(KernelFeature::ScoreCaps) {
+        args.push(KernelArg::F32(shape.score_cap));
+    }
+    args
+}
+
+/// The activation, for kernels of models with another one than silu.
+fn activation_arg(activation: Activation) -> Option<KernelArg> {
+    match activation {
+        Activation::Silu => None,
+        Activation::GeluTanh => Some(n(1)),
+    }
 }
 
 /// Bytes of a head's row in shared memory, see `tensor_core.cu`.
@@ -310,7 +397,8 @@ pub fn decode_attention(
     let meeting = DECODE_WARPS * 16 * (shape.head_dim + 8 + 2) * 4;
     let read = [parts.qkv, parts.pool, parts.tables, parts.entries].map(KernelArg::In);
     let written = [parts.partial, parts.summary].map(KernelArg::Out);
-    let args = [&read[..], &written, &layer_args(shape, layer), &[n(splits), scale(shape)]].concat();
+    let scores = score_args(shape, parts.window);
+    let args = [&read[..], &written, &layer_args(shape, layer), &[n(splits)], &scores[..]].concat();
     let blocks = [grid(splits), grid(shape.kv_heads * shape.group_tiles()), grid(sequences)];
     let attend = Launch {
         shared_bytes: shared_bytes(shape, pipeline.max(meeting)),
@@ -333,23 +421,25 @@ fn shared_bytes(shape: &KernelShape, bytes: usize) -> u32 {
 #[must_use]
 pub fn prefill_attention(shape: &KernelShape, parts: &AttentionArgs, layer: usize, tiles: usize) -> Launch {
     let read = [parts.qkv, parts.pool, parts.tables, parts.entries].map(KernelArg::In);
-    let args = [&read[..], &[KernelArg::Out(parts.out)], &layer_args(shape, layer), &[scale(shape)]].concat();
+    let scores = score_args(shape, parts.window);
+    let args = [&read[..], &[KernelArg::Out(parts.out)], &layer_args(shape, layer), &scores[..]].concat();
     Launch {
-        shared_bytes: shared_bytes(shape, 2 * 2 * TILE_QUERIES * row_bytes(shape.head_dim)),
+        shared_bytes: shared_bytes(shape, 2 * 2 * tile_keys(shape.head_dim) * row_bytes(shape.head_dim)),
         ..launch(Kernel::PrefillAttention, [grid(tiles), grid(shape.heads), 1], 128, args)
     }
 }
 
-/// `out = silu(gate + bias) * (up + bias)`.
+/// `out = activation(gate + bias) * (up + bias)`.
 #[must_use]
 pub fn silu_mul(
     gate_up: DeviceSlice,
     bias: Option<DeviceSlice>,
     out: DeviceSlice,
-    width: usize,
-    rows: usize,
+    (width, rows): (usize, usize),
+    activation: Activation,
 ) -> Launch {
-    let args = vec![KernelArg::In(gate_up), read_or_null(bias), KernelArg::Out(out), n(width)];
+    let mut args = vec![KernelArg::In(gate_up), read_or_null(bias), KernelArg::Out(out), n(width)];
+    args.extend(activation_arg(activation));
     launch(Kernel::SiluMul, [grid(width.div_ceil(256)), grid(rows), 1], 256, args)
 }
 
@@ -381,7 +471,12 @@ pub fn few_rows(matmul: &Matmul, multiprocessors: u32) -> Option<Launch> {
 /// The product with gate and up (rows of gate, then rows of up), and their gated activation, if one of Baton's own
 /// kernels computes it. `matmul` is the product with both, `out` the result.
 #[must_use]
-pub fn few_rows_gated(matmul: &Matmul, bias: Option<DeviceSlice>, out: DeviceSlice) -> Option<Launch> {
+pub fn few_rows_gated(
+    matmul: &Matmul,
+    bias: Option<DeviceSlice>,
+    out: DeviceSlice,
+    activation: Activation,
+) -> Option<Launch> {
     let Matmul { x, weights, rows, inputs, outputs, element, .. } = *matmul;
     let width = outputs / 2;
     let is_ours = element == Element::Bf16 && rows <= FEW_ROWS_MAX;
@@ -389,8 +484,16 @@ pub fn few_rows_gated(matmul: &Matmul, bias: Option<DeviceSlice>, out: DeviceSli
         return None;
     }
     let [x, weights] = [x, weights].map(KernelArg::In);
-    let args = vec![x, weights, read_or_null(bias), KernelArg::Out(out), n(rows), n(inputs), n(width)];
+    let mut args = vec![x, weights, read_or_null(bias), KernelArg::Out(out), n(rows), n(inputs), n(width)];
+    args.extend(activation_arg(activation));
     Some(launch(Kernel::FewRowsGated, [grid(width / 16), 1, 1], 256, args))
+}
+
+/// `logits = cap * tanh(logits / cap)`, with [`KernelFeature::LogitCap`].
+#[must_use]
+pub fn cap_logits(logits: DeviceSlice, width: usize, rows: usize, cap: f32) -> Launch {
+    let args = vec![KernelArg::Out(logits), n(width), KernelArg::F32(cap)];
+    launch(Kernel::CapLogits, [grid(width.div_ceil(256)), grid(rows), 1], 256, args)
 }
 
 /// Arguments of [`choose`].

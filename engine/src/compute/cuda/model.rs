@@ -5,8 +5,8 @@ use half::bf16;
 use super::device::{Device, DeviceError, DeviceSlice, Element, HostBuffer, HostSlice, Stream, StreamEvent};
 use crate::compute::cpu::WeightLoadProgress;
 use crate::model::ModelError;
-use crate::model::config::ModelConfig;
-use crate::model::tensors::{MlpTensors, TensorRows};
+use crate::model::config::{ModelConfig, Rope};
+use crate::model::tensors::{DenseTensors, MlpTensors, TensorRows};
 use crate::model::weights::{Tensor, WeightDtype, Weights, parameter_count};
 
 /// Bytes that are converted and copied at a time.
@@ -36,9 +36,38 @@ pub(super) struct CudaLayer {
     pub(super) qkv: DeviceSlice,
     pub(super) qkv_bias: Option<DeviceSlice>,
     pub(super) qk_norm: Option<(DeviceSlice, DeviceSlice)>,
+    /// The angles of its rope.
+    pub(super) angles: DeviceSlice,
     pub(super) output: DeviceSlice,
     pub(super) output_bias: Option<DeviceSlice>,
+    /// The norm of attention's output before it is added.
+    pub(super) attention_post_norm: Option<DeviceSlice>,
     pub(super) mlp_norm: DeviceSlice,
+    pub(super) mlp: CudaMlp,
+    /// The norm of the feed-forward layer's output before it is added.
+    pub(super) mlp_post_norm: Option<DeviceSlice>,
+}
+
+/// A feed-forward layer.
+#[derive(Clone, Copy)]
+pub(super) enum CudaMlp {
+    Dense(CudaDense),
+    Experts(CudaExperts),
+}
+
+impl CudaMlp {
+    /// The bias of its last projection.
+    pub(super) fn down_bias(&self) -> Option<DeviceSlice> {
+        match self {
+            Self::Dense(dense) => dense.down_bias,
+            Self::Experts(_) => None,
+        }
+    }
+}
+
+/// One feed-forward network.
+#[derive(Clone, Copy)]
+pub(super) struct CudaDense {
     /// Gate, then up.
     pub(super) gate_up: DeviceSlice,
     pub(super) gate_up_bias: Option<DeviceSlice>,
@@ -46,14 +75,23 @@ pub(super) struct CudaLayer {
     pub(super) down_bias: Option<DeviceSlice>,
 }
 
+/// A router and the matrices of its experts, in the order of their numbers.
+#[derive(Clone, Copy)]
+pub(super) struct CudaExperts {
+    pub(super) router: DeviceSlice,
+    /// Gate, then up, of each expert.
+    pub(super) gate_up: DeviceSlice,
+    pub(super) down: DeviceSlice,
+}
+
 /// All weights of a model.
 pub(super) struct CudaNetwork {
     pub(super) layers: Vec<CudaLayer>,
     pub(super) embedding: DeviceSlice,
+    /// Multiplier of embeddings. Checkpoints were trained with the root rounded to the type of the embedding.
+    pub(super) embedding_scale: Option<f32>,
     pub(super) final_norm: DeviceSlice,
     pub(super) head: DeviceSlice,
-    /// Cosines, then sines, of each position.
-    pub(super) angles: DeviceSlice,
     /// Bytes of device memory of all weights.
     pub(super) bytes: usize,
 }
@@ -70,18 +108,26 @@ impl CudaNetwork {
         weights.check(config)?;
         let mut loader = CudaLoader::new(device, on, weights, element, progress)?;
         loader.total = (parameter_count(config) * element.bytes()) as u64;
+        loader.norm_offset = config.spec.norm_offset;
         let (hidden, vocab) = (config.hidden, config.vocab);
         let (names, prefix) = (&config.spec.tensors, config.spec.prefix());
         let weight = |part: &str| format!("{prefix}{part}.weight");
+        let stored = weights.tensor(&weight(names.embedding), &[vocab, hidden])?.dtype();
+        let embedding_scale = config.embedding_scale().map(|scale| stored.rounded(scale));
         let embedding = loader.whole_matrix(weight(names.embedding), vocab, hidden)?;
         let head =
             if config.tied { embedding } else { loader.whole_matrix(weight(names.head), vocab, hidden)? };
-        let layers = (0..config.layers).map(|layer| loader.layer(config, layer));
+        let rope = loader.angles(config, &config.attention.rope, positions)?;
+        let local = config.attention.local_rope.as_ref();
+        let local = local.map(|rope| loader.angles(config, rope, positions)).transpose()?.unwrap_or(rope);
+        let layers = (0..config.layers).map(|layer| {
+            let has_window = config.attention.window(layer).is_some();
+            loader.layer(config, layer, if has_window { local } else { rope })
+        });
         let layers = layers.collect::<Result<Vec<_>, _>>()?;
-        let final_norm = loader.whole_vector(&weight(names.final_norm), hidden)?;
-        let angles = loader.angles(config, positions)?;
+        let final_norm = loader.norm(&weight(names.final_norm), hidden)?;
         loader.finish()?;
-        Ok(Self { layers, embedding, final_norm, head, angles, bytes: loader.taken })
+        Ok(Self { layers, embedding, embedding_scale, final_norm, head, bytes: loader.taken })
     }
 }
 
@@ -93,6 +139,8 @@ struct CudaLoader<'a> {
     turn: usize,
     weights: &'a Weights,
     element: Element,
+    /// Added to the weights of norms.
+    norm_offset: f32,
     progress: &'a mut dyn FnMut(WeightLoadProgress),
     slab: Option<DeviceSlice>,
     /// Bytes of device memory.
@@ -118,6 +166,7 @@ impl<'a> CudaLoader<'a> {
             turn: 0,
             weights,
             element,
+            norm_offset: 0.0,
             progress,
             slab: None,
             taken: 0,
@@ -126,29 +175,63 @@ impl<'a> CudaLoader<'a> {
         })
     }
 
-    fn layer(&mut self, config: &ModelConfig, layer: usize) -> Result<CudaLayer, LoadError> {
+    fn layer(
+        &mut self,
+        config: &ModelConfig,
+        layer: usize,
+        angles: DeviceSlice,
+    ) -> Result<CudaLayer, LoadError> {
         let (hidden, dim) = (config.hidden, config.head_dim);
         let names = config.layer_tensors(layer);
-        // Refused before, see `supported`.
-        let MlpTensors::Dense(mlp) = names.mlp else {
-            return Err(LoadError::Unsupported("experts are not computed".into()));
-        };
         let qk_norm = match &names.qk_norm {
-            Some([q, k]) => Some((self.whole_vector(q, dim)?, self.whole_vector(k, dim)?)),
+            Some([q, k]) => Some((self.norm(q, dim)?, self.norm(k, dim)?)),
             None => None,
         };
         Ok(CudaLayer {
-            attention_norm: self.whole_vector(&names.attention_norm, hidden)?,
+            attention_norm: self.norm(&names.attention_norm, hidden)?,
             qkv: self.matrix(&names.qkv, hidden)?,
             qkv_bias: names.qkv_bias.as_ref().map(|parts| self.vector(parts)).transpose()?,
             qk_norm,
+            angles,
             output: self.whole_matrix(names.output, hidden, config.query_width())?,
             output_bias: self.optional(names.output_bias.as_deref(), hidden)?,
-            mlp_norm: self.whole_vector(&names.mlp_norm, hidden)?,
-            gate_up: self.matrix(&mlp.gate_up, hidden)?,
-            gate_up_bias: mlp.gate_up_bias.as_ref().map(|parts| self.vector(parts)).transpose()?,
-            down: self.whole_matrix(mlp.down, hidden, mlp.intermediate)?,
-            down_bias: self.optional(mlp.down_bias.as_deref(), hidden)?,
+            attention_post_norm: self.optional_norm(names.attention_post_norm.as_deref(), hidden)?,
+            mlp_norm: self.norm(&names.mlp_norm, hidden)?,
+            mlp: match names.mlp {
+                MlpTensors::Dense(dense) => CudaMlp::Dense(self.dense(dense, hidden)?),
+                MlpTensors::Experts { router, experts } => {
+                    CudaMlp::Experts(self.experts(router, experts, hidden)?)
+                }
+            },
+            mlp_post_norm: self.optional_norm(names.mlp_post_norm.as_deref(), hidden)?,
+        })
+    }
+
+    fn dense(&mut self, names: DenseTensors, hidden: usize) -> Result<CudaDense, LoadError> {
+        Ok(CudaDense {
+            gate_up: self.matrix(&names.gate_up, hidden)?,
+            gate_up_bias: names.gate_up_bias.as_ref().map(|parts| self.vector(parts)).transpose()?,
+            down: self.whole_matrix(names.down, hidden, names.intermediate)?,
+            down_bias: self.optional(names.down_bias.as_deref(), hidden)?,
+        })
+    }
+
+    fn experts(
+        &mut self,
+        router: String,
+        experts: Vec<DenseTensors>,
+        hidden: usize,
+    ) -> Result<CudaExperts, LoadError> {
+        let (count, inputs) = (experts.len(), experts.first().map_or(0, |expert| expert.intermediate));
+        let (mut gate_up, mut down) = (Vec::with_capacity(2 * count), Vec::with_capacity(count));
+        for expert in experts {
+            gate_up.extend(expert.gate_up);
+            down.push(TensorRows { name: expert.down, total: hidden, first: 0, count: hidden });
+        }
+        Ok(CudaExperts {
+            router: self.whole_matrix(router, count, hidden)?,
+            gate_up: self.matrix(&gate_up, hidden)?,
+            down: self.matrix(&down, inputs)?,
         })
     }
 
@@ -189,10 +272,38 @@ impl<'a> CudaLoader<'a> {
         name.map(|name| self.whole_vector(name, len)).transpose()
     }
 
-    /// The same values as in the CPU executor: the angle rounded to f32, its sine and cosine exact.
-    fn angles(&mut self, config: &ModelConfig, positions: usize) -> Result<DeviceSlice, LoadError> {
-        let rope = &config.attention.rope;
-        let (frequencies, factor) = (rope.frequencies(config.head_dim), rope.attention_factor());
+    /// The weights of a norm, with the family's offset.
+    fn norm(&mut self, name: &str, len: usize) -> Result<DeviceSlice, LoadError> {
+        if self.norm_offset == 0.0 {
+            return self.whole_vector(name, len);
+        }
+        let mut values = vec![0.0; len];
+        self.weights.tensor(name, &[len])?.read_f32(0, &mut values);
+        let to = self.room(len * 4)?;
+        for (at, values) in values.chunks_mut(STAGING_BYTES / 4).enumerate() {
+            values.iter_mut().for_each(|weight| *weight += self.norm_offset);
+            let mut bytes = vec![0; values.len() * 4];
+            narrow(values, Element::F32, &mut bytes);
+            self.send(&bytes, to.part(at * STAGING_BYTES, bytes.len()))?;
+        }
+        self.count(len * 4);
+        Ok(to)
+    }
+
+    fn optional_norm(&mut self, name: Option<&str>, len: usize) -> Result<Option<DeviceSlice>, LoadError> {
+        name.map(|name| self.norm(name, len)).transpose()
+    }
+
+    /// The same values as in the CPU executor: the angle rounded to f32, its sine and cosine exact. Pairs that are not
+    /// rotated have the angle zero.
+    fn angles(
+        &mut self,
+        config: &ModelConfig,
+        rope: &Rope,
+        positions: usize,
+    ) -> Result<DeviceSlice, LoadError> {
+        let (frequencies, factor) = (rope.frequencies(config.attention.rotary_dim), rope.attention_factor());
+        let fixed = config.head_dim / 2 - frequencies.len();
         let to = self.room(positions * config.head_dim * 4)?;
         let at_once = STAGING_BYTES / (config.head_dim * 4);
         for first in (0..positions).step_by(at_once) {
@@ -201,6 +312,8 @@ impl<'a> CudaLoader<'a> {
                 let angle = |frequency: &f32| f64::from(position as f32 * frequency).sin_cos();
                 let cosines = frequencies.iter().map(|frequency| angle(frequency).1 as f32 * factor);
                 let sines = frequencies.iter().map(|frequency| angle(frequency).0 as f32 * factor);
+                let cosines = cosines.chain(std::iter::repeat_n(1.0, fixed));
+                let sines = sines.chain(std::iter::repeat_n(0.0, fixed));
                 bytes.extend(cosines.chain(sines).flat_map(f32::to_le_bytes));
             }
             self.send(&bytes, to.part(first * config.head_dim * 4, bytes.len()))?;
@@ -248,9 +361,13 @@ impl<'a> CudaLoader<'a> {
             narrow(&values, element, &mut bytes);
             self.send(&bytes, to)?;
         }
-        self.done += (len * element.bytes()) as u64;
-        (self.progress)(WeightLoadProgress { bytes_done: self.done, bytes_total: self.total.max(self.done) });
+        self.count(len * element.bytes());
         Ok(len * element.bytes())
+    }
+
+    fn count(&mut self, bytes: usize) {
+        self.done += bytes as u64;
+        (self.progress)(WeightLoadProgress { bytes_done: self.done, bytes_total: self.total.max(self.done) });
     }
 
     fn send(&mut self, bytes: &[u8], to: DeviceSlice) -> Result<(), DeviceError> {

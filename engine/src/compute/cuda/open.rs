@@ -3,8 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::device::Element;
 use super::driver::CudaDevice;
+use super::kernels::KernelTarget;
 use super::{CudaExecutor, DeviceOptions, LoadError, cubins, supported};
 use crate::compute::Executor;
 use crate::compute::cpu::WeightLoadProgress;
@@ -119,11 +119,11 @@ pub fn open(
     options: &DeviceOptions,
     progress: &mut dyn FnMut(WeightLoadProgress),
 ) -> Result<Box<dyn Executor>, LoadError> {
-    let (element, head_dim): (Element, usize) = (options.element, config.head_dim);
-    supported::computed(config, element).map_err(LoadError::Unsupported)?;
+    supported::computed(config, options.element).map_err(LoadError::Unsupported)?;
     Ok(match accelerator {
         Accelerator::Cuda(ordinal) => {
-            let device = CudaDevice::open(ordinal, element, head_dim, cubins::folder().as_deref())?;
+            let target = KernelTarget::of(config, options.element);
+            let device = CudaDevice::open(ordinal, &target, cubins::folder().as_deref())?;
             let mut executor = CudaExecutor::load(device, weights, config, options, progress)?;
             executor.warm_up()?;
             Box::new(executor)

@@ -1,9 +1,11 @@
 //! What the kernels of a device do not compute. It is refused by name before any weight is read.
 
 use super::device::Element;
-use super::kernels;
+use super::kernels::{self, CHOSEN_MAX, EXPERTS_MAX};
 use crate::model::config::ModelConfig;
-use crate::model::spec::Activation;
+
+/// Rows of experts' matrices in bf16 are read in pieces of this number of elements, 16 bytes.
+const ROW_PIECE: usize = 8;
 
 /// Whether the kernels compute the model.
 ///
@@ -11,28 +13,16 @@ use crate::model::spec::Activation;
 /// The first feature that they do not compute.
 pub(super) fn computed(config: &ModelConfig, element: Element) -> Result<(), String> {
     kernels::supported(element, config.head_dim)?;
-    let (attention, names) = (&config.attention, &config.spec.tensors);
-    let plain_factor = 1.0 / (config.head_dim as f32).sqrt();
-    let missing = [
-        (config.mlp.experts.is_some(), "experts"),
-        (attention.windows.iter().any(Option::is_some), "sliding windows"),
-        (attention.cap.is_some(), "soft caps of attention scores"),
-        (config.logit_cap.is_some(), "soft caps of logits"),
-        (config.mlp.activation != Activation::Silu, "activations other than silu"),
-        (
-            names.attention_post_norm.is_some() || names.mlp_post_norm.is_some(),
-            "norms of a sublayer's output",
-        ),
-        (config.spec.norm_offset != 0.0, "norm weights with an offset"),
-        (config.embedding_scale().is_some(), "scaled embeddings"),
-        (attention.local_rope.is_some(), "a rope of its own for some layers"),
-        (attention.rotary_dim != config.head_dim, "rotary embedding of a part of each head"),
-        (attention.factor != plain_factor, "a scale of queries of its own"),
-    ];
-    match missing.into_iter().find(|(has, _)| *has) {
-        Some((_, what)) => {
-            Err(format!("{} has {what}, which only --device cpu computes", config.spec.architecture))
-        }
+    let Some(experts) = &config.mlp.experts else { return Ok(()) };
+    let refused = |what: String| {
+        Err(format!("{} has {what}, which only --device cpu computes", config.spec.architecture))
+    };
+    if experts.count > EXPERTS_MAX || experts.per_token > CHOSEN_MAX {
+        return refused(format!("{} experts, {} of them for a token", experts.count, experts.per_token));
+    }
+    let mut widths = [config.hidden, experts.intermediate].into_iter();
+    match widths.find(|width| element == Element::Bf16 && !width.is_multiple_of(ROW_PIECE)) {
+        Some(width) => refused(format!("experts of width {width}, in bf16 no multiple of {ROW_PIECE}")),
         None => Ok(()),
     }
 }
@@ -44,7 +34,7 @@ mod tests {
     use super::*;
     use crate::model::generation::GenerationDefaults;
 
-    fn result(architecture: &str, changes: &Value) -> Result<(), String> {
+    fn result(architecture: &str, changes: &Value, element: Element) -> Result<(), String> {
         let mut config = json!({
             "architectures": [architecture], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
             "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 100
@@ -53,49 +43,41 @@ mod tests {
             config[key] = value.clone();
         }
         let config = ModelConfig::parse(config.to_string().as_bytes(), GenerationDefaults::default());
-        computed(&config.expect("a sound configuration"), Element::F32)
+        computed(&config.expect("a sound configuration"), element)
     }
 
     #[test]
     fn what_the_kernels_do_not_compute_is_refused_by_name() {
-        for (architecture, changes, words) in [
-            ("MixtralForCausalLM", json!({}), "experts"),
-            ("Qwen3MoeForCausalLM", json!({}), "experts"),
-            ("MistralForCausalLM", json!({"sliding_window": 64}), "sliding windows"),
-            ("Gemma2ForCausalLM", json!({}), "sliding windows"),
-            ("Gemma2ForCausalLM", json!({"sliding_window": null}), "soft caps of attention scores"),
-            (
-                "Gemma2ForCausalLM",
-                json!({"sliding_window": null, "attn_logit_softcapping": null}),
-                "soft caps of logits",
-            ),
-            ("Gemma3ForCausalLM", json!({"sliding_window": null}), "activations"),
-            (
-                "Gemma3ForCausalLM",
-                json!({"sliding_window": null, "hidden_activation": "silu"}),
-                "norms of a sublayer's output",
-            ),
-            ("LlamaForCausalLM", json!({"hidden_act": "gelu_pytorch_tanh"}), "activations"),
-            ("Phi3ForCausalLM", json!({"partial_rotary_factor": 0.75}), "a part of each head"),
-            ("LlamaForCausalLM", json!({"head_dim": 258}), "head_dim 258"),
+        let bf16 = Element::Bf16;
+        for (architecture, changes, element, words) in [
+            ("LlamaForCausalLM", json!({"head_dim": 258}), Element::F32, "head_dim 258"),
+            ("LlamaForCausalLM", json!({"head_dim": 24}), bf16, "head_dim 24"),
+            ("Gemma2ForCausalLM", json!({"head_dim": 272}), bf16, "head_dim 272"),
+            ("MixtralForCausalLM", json!({"intermediate_size": 100}), bf16, "experts of width 100"),
+            ("Qwen3MoeForCausalLM", json!({"moe_intermediate_size": 4}), bf16, "experts of width 4"),
         ] {
-            let error = result(architecture, &changes).unwrap_err();
+            let error = result(architecture, &changes, element).unwrap_err();
             assert!(error.contains(words), "{architecture} {changes}: {error}");
         }
     }
 
     #[test]
-    fn families_with_the_features_of_llama_are_computed() {
+    fn every_family_is_computed_with_its_features() {
         for (architecture, changes) in [
             ("LlamaForCausalLM", json!({})),
+            ("LlamaForCausalLM", json!({"hidden_act": "gelu_pytorch_tanh"})),
             ("Qwen2ForCausalLM", json!({})),
-            ("Qwen3ForCausalLM", json!({})),
-            ("MistralForCausalLM", json!({"sliding_window": null})),
-            ("Phi3ForCausalLM", json!({})),
-            // Phi-3 with a long context: the window is longer.
-            ("Phi3ForCausalLM", json!({"sliding_window": 262_144, "max_position_embeddings": 131_072})),
+            ("Qwen3ForCausalLM", json!({"use_sliding_window": true, "max_window_layers": 1})),
+            ("Qwen3MoeForCausalLM", json!({})),
+            ("MistralForCausalLM", json!({"sliding_window": 64})),
+            ("MixtralForCausalLM", json!({})),
+            ("Phi3ForCausalLM", json!({"partial_rotary_factor": 0.75})),
+            ("Gemma2ForCausalLM", json!({"head_dim": 256})),
+            ("Gemma3ForCausalLM", json!({"head_dim": 256})),
         ] {
-            assert_eq!(result(architecture, &changes), Ok(()), "{architecture}");
+            for element in [Element::F32, Element::Bf16] {
+                assert_eq!(result(architecture, &changes, element), Ok(()), "{architecture}");
+            }
         }
     }
 }

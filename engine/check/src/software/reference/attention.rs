@@ -1,7 +1,7 @@
 //! The reference kernels of attention.
 
 use super::{KernelFault, KernelRun, dot};
-use baton_engine::compute::cuda::device::Element;
+use baton_engine::compute::cuda::device::{Element, KernelArg};
 use baton_engine::compute::cuda::kernels::SPLIT_TOKENS;
 
 /// Query heads that a block of decode attention takes.
@@ -33,6 +33,38 @@ impl PoolArgs {
     }
 }
 
+/// The arguments that turn products into scores: the multiplier, then those of features.
+#[derive(Clone, Copy)]
+struct ScoreArgs {
+    scale: f32,
+    window: usize,
+    cap: Option<f32>,
+}
+
+impl ScoreArgs {
+    fn of(run: &KernelRun<'_>, first: usize) -> Result<Self, KernelFault> {
+        let mut args = Self { scale: run.float(first)?, window: usize::MAX, cap: None };
+        for arg in first + 1..run.launch.args.len() {
+            match run.arg(arg)? {
+                KernelArg::U32(window) if window > 0 => args.window = window as usize,
+                KernelArg::F32(cap) if cap > 0.0 => args.cap = Some(cap),
+                other => return Err(format!("argument {arg} is {other:?}")),
+            }
+        }
+        Ok(args)
+    }
+
+    /// The first key that the query at `position` sees.
+    fn oldest(&self, position: usize) -> usize {
+        (position + 1).saturating_sub(self.window)
+    }
+
+    fn score(&self, product: f32) -> f32 {
+        let score = product * self.scale;
+        self.cap.map_or(score, |cap| super::capped(score, cap)) * std::f32::consts::LOG2_E
+    }
+}
+
 /// Numerators, maximum in units of log 2, denominator.
 struct SoftmaxSums {
     outputs: Vec<f32>,
@@ -48,7 +80,7 @@ fn attend(
     head: usize,
     table: usize,
     (start, end): (usize, usize),
-    scale: f32,
+    scores: &ScoreArgs,
 ) -> Result<SoftmaxSums, KernelFault> {
     let (element, dim) = (run.module.element, run.module.head_dim);
     let mut sums = SoftmaxSums { outputs: vec![0.0; dim], highest: f32::NEG_INFINITY, sum: 0.0 };
@@ -58,7 +90,7 @@ fn attend(
         let keys = block * pool.block_stride + pool.layer + vector * dim;
         let key = run.read(1, element, keys, dim)?;
         let value = run.read(1, element, keys + pool.kv_heads * pool.block_tokens * dim, dim)?;
-        let score = dot(query, &key) * scale * std::f32::consts::LOG2_E;
+        let score = scores.score(dot(query, &key));
         let best = sums.highest.max(score);
         let (shrink, weight) = ((sums.highest - best).exp2(), (score - best).exp2());
         sums.highest = best;
@@ -71,7 +103,7 @@ fn attend(
 }
 
 pub(super) fn decode(run: &mut KernelRun<'_>) -> Result<(), KernelFault> {
-    let (pool, splits, scale) = (PoolArgs::of(run, 6)?, run.number(11)?, run.float(12)?);
+    let (pool, splits, scores) = (PoolArgs::of(run, 6)?, run.number(11)?, ScoreArgs::of(run, 12)?);
     let (dim, [grid_splits, groups, sequences]) = (run.module.head_dim, run.grid());
     let group_tiles = pool.group().div_ceil(GROUP_HEADS);
     if grid_splits != splits || groups != pool.kv_heads * group_tiles {
@@ -84,14 +116,16 @@ pub(super) fn decode(run: &mut KernelRun<'_>) -> Result<(), KernelFault> {
             continue;
         }
         let (row, table) = (KernelRun::index(row, "row")?, KernelRun::index(entry[2], "table")?);
-        let per_split = length.div_ceil(splits).next_multiple_of(SPLIT_TOKENS);
+        let oldest = scores.oldest(length - 1);
+        let per_split = (length - oldest).div_ceil(splits).next_multiple_of(SPLIT_TOKENS);
         for split in 0..splits {
-            let (start, end) = (split * per_split, length.min((split + 1) * per_split));
+            let start = oldest + split * per_split;
+            let end = length.min(start + per_split);
             for head in 0..pool.heads {
                 let at = (sequence * pool.heads + head) * splits + split;
                 let width = pool.heads + 2 * pool.kv_heads;
                 let query = run.read(0, run.module.element, (row * width + head) * dim, dim)?;
-                let sums = attend(run, &pool, &query, head / pool.group(), table, (start, end), scale)?;
+                let sums = attend(run, &pool, &query, head / pool.group(), table, (start, end), &scores)?;
                 run.write(5, Element::F32, at * 2, &[sums.highest, sums.sum])?;
                 if start < end {
                     run.write(4, Element::F32, at * dim, &sums.outputs)?;
@@ -135,7 +169,7 @@ pub(super) fn merge(run: &mut KernelRun<'_>) -> Result<(), KernelFault> {
 }
 
 pub(super) fn prefill(run: &mut KernelRun<'_>) -> Result<(), KernelFault> {
-    let (pool, scale, dim) = (PoolArgs::of(run, 5)?, run.float(10)?, run.module.head_dim);
+    let (pool, scores, dim) = (PoolArgs::of(run, 5)?, ScoreArgs::of(run, 10)?, run.module.head_dim);
     let [tiles, heads, _] = run.grid();
     if heads != pool.heads {
         return Err(format!("a grid of {heads} for {} heads", pool.heads));
@@ -152,8 +186,8 @@ pub(super) fn prefill(run: &mut KernelRun<'_>) -> Result<(), KernelFault> {
             for head in 0..heads {
                 let width = heads + 2 * pool.kv_heads;
                 let q = run.read(0, run.module.element, ((row + query) * width + head) * dim, dim)?;
-                let end = first + query + 1;
-                let sums = attend(run, &pool, &q, head / pool.group(), table, (0, end), scale)?;
+                let keys = (scores.oldest(first + query), first + query + 1);
+                let sums = attend(run, &pool, &q, head / pool.group(), table, keys, &scores)?;
                 let out: Vec<_> = sums.outputs.iter().map(|output| output / sums.sum).collect();
                 run.write(4, run.module.element, ((row + query) * heads + head) * dim, &out)?;
             }

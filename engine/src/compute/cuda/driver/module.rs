@@ -9,8 +9,8 @@ use cudarc::driver::sys;
 
 use super::check;
 use crate::compute::cuda::copy_pieces::{self, CopyCommand, CopyPiece};
-use crate::compute::cuda::device::{DeviceError, Element, Kernel};
-use crate::compute::cuda::kernels::COPY_KERNEL;
+use crate::compute::cuda::device::{DeviceError, Kernel};
+use crate::compute::cuda::kernels::{COPY_KERNEL, KernelTarget};
 
 /// See the module's documentation.
 #[derive(Debug)]
@@ -45,7 +45,7 @@ impl DriverModule {
     pub(super) fn load(
         device: sys::CUdevice,
         cubin: &[u8],
-        element: Element,
+        target: &KernelTarget,
         overlaps: bool,
     ) -> Result<(Arc<Self>, HashMap<Kernel, sys::CUfunction>), DeviceError> {
         let mut context = std::ptr::null_mut();
@@ -60,8 +60,8 @@ impl DriverModule {
         // SAFETY: the image is a complete cubin, made by the compiler or verified by its checksum.
         check("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&raw mut loaded.module, image) })?;
         let mut functions = HashMap::new();
-        for kernel in Kernel::all(element) {
-            functions.insert(*kernel, loaded.function(kernel.label())?);
+        for kernel in target.kernels() {
+            functions.insert(kernel, loaded.function(kernel.label())?);
         }
         loaded.copies = loaded.function(COPY_KERNEL)?;
         Ok((Arc::new(loaded), functions))

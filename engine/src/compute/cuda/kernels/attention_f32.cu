@@ -2,13 +2,14 @@
 // those of the bf16 kernels.
 
 #define ELEMENTS ((HEAD_DIM + 31) / 32)
-#define LOG2_E 1.4426950408889634f
 
 // Keys from `start` to `end` for one query: numerators in `outputs`, maximum (in units of log 2) and denominator.
 __device__ __forceinline__ void attend(const T* query, const T* pool, const int* table, u64 block_stride, u64 layer,
-                                       int head, int kv_heads, int block_tokens, int start, int end, float scale,
+                                       int head, int kv_heads, int block_tokens, int start, int end,
+                                       float scale CAP_PARAMETER,
                                        float (&outputs)[ELEMENTS], float& highest, float& sum) {
     const int lane = threadIdx.x % 32;
+    const float factor = SCORE_FACTOR;
     float q[ELEMENTS];
 #pragma unroll
     for (int e = 0; e < ELEMENTS; e++) {
@@ -23,7 +24,7 @@ __device__ __forceinline__ void attend(const T* query, const T* pool, const int*
         float score = 0.0f;
 #pragma unroll
         for (int e = 0; e < ELEMENTS; e++) score += e * 32 + lane < HEAD_DIM ? q[e] * key[e * 32 + lane] : 0.0f;
-        score = warp_sum(score) * scale * LOG2_E;
+        score = SCORE(warp_sum(score));
         const float best = fmaxf(highest, score), shrink = exp2f(highest - best), weight = exp2f(score - best);
         highest = best;
         sum = sum * shrink + weight;
@@ -36,7 +37,8 @@ __device__ __forceinline__ void attend(const T* query, const T* pool, const int*
 
 extern "C" __global__ void __launch_bounds__(128)
 decode_attention(const T* qkv, const T* pool, const int* tables, const int* decode, float* partial, float* summary,
-                 u64 block_stride, u64 layer, u32 heads, u32 kv_heads, u32 block_tokens, u32 splits, float scale) {
+                 u64 block_stride, u64 layer, u32 heads, u32 kv_heads, u32 block_tokens, u32 splits, float scale
+                 WINDOW_PARAMETER CAP_PARAMETER) {
     let_later_begin();
     wait_for_earlier();
     const int* entry = decode + blockIdx.z * 3;
@@ -44,14 +46,14 @@ decode_attention(const T* qkv, const T* pool, const int* tables, const int* deco
     if (length == 0) return;
     const int group = heads / kv_heads, group_tiles = (group + 15) / 16;
     const int kv_head = blockIdx.y / group_tiles, first = blockIdx.y % group_tiles * 16;
-    const int per_split = split_tokens(length, splits);
-    const int start = blockIdx.x * per_split, end = min(length, start + per_split);
+    const int oldest = OLDEST(length - 1), per_split = split_tokens(length - oldest, splits);
+    const int start = oldest + blockIdx.x * per_split, end = min(length, start + per_split);
     for (int g = first + threadIdx.x / 32; g < min(group, first + 16); g += blockDim.x / 32) {
         const int head = kv_head * group + g;
         float outputs[ELEMENTS], highest, sum;
         const T* query = qkv + (static_cast<u64>(entry[0]) * (heads + 2 * kv_heads) + head) * HEAD_DIM;
-        attend(query, pool, tables + entry[2], block_stride, layer, kv_head, kv_heads, block_tokens, start, end, scale,
-               outputs, highest, sum);
+        attend(query, pool, tables + entry[2], block_stride, layer, kv_head, kv_heads, block_tokens, start, end, scale
+               CAP_ARGUMENT, outputs, highest, sum);
         const u64 at = (static_cast<u64>(blockIdx.z) * heads + head) * splits + blockIdx.x;
         if (lane == 0) {
             summary[at * 2] = highest;
@@ -66,7 +68,7 @@ decode_attention(const T* qkv, const T* pool, const int* tables, const int* deco
 
 extern "C" __global__ void __launch_bounds__(128)
 prefill_attention(const T* qkv, const T* pool, const int* tables, const int* tiles, T* out, u64 block_stride, u64 layer,
-                  u32 heads, u32 kv_heads, u32 block_tokens, float scale) {
+                  u32 heads, u32 kv_heads, u32 block_tokens, float scale WINDOW_PARAMETER CAP_PARAMETER) {
     let_later_begin();
     wait_for_earlier();
     const int* tile = tiles + blockIdx.x * 4;
@@ -75,7 +77,8 @@ prefill_attention(const T* qkv, const T* pool, const int* tables, const int* til
         const u64 row = tile[0] + query;
         float outputs[ELEMENTS], highest, sum;
         attend(qkv + (row * (heads + 2 * kv_heads) + head) * HEAD_DIM, pool, tables + tile[3], block_stride, layer,
-               kv_head, kv_heads, block_tokens, 0, tile[2] + query + 1, scale, outputs, highest, sum);
+               kv_head, kv_heads, block_tokens, OLDEST(tile[2] + query), tile[2] + query + 1, scale CAP_ARGUMENT,
+               outputs, highest, sum);
 #pragma unroll
         for (int e = 0; e < ELEMENTS; e++) {
             if (e * 32 + lane < HEAD_DIM) out[(row * heads + head) * HEAD_DIM + e * 32 + lane] = outputs[e] / sum;

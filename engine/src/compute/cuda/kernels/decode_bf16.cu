@@ -11,7 +11,8 @@
 // partial[i][head][split][HEAD_DIM] are numerators; summary[i][head][split] = {maximum, denominator}.
 extern "C" __global__ void __launch_bounds__(128)
 decode_attention(const T* qkv, const T* pool, const int* tables, const int* decode, float* partial, float* summary,
-                 u64 block_stride, u64 layer, u32 heads, u32 kv_heads, u32 block_tokens, u32 splits, float scale) {
+                 u64 block_stride, u64 layer, u32 heads, u32 kv_heads, u32 block_tokens, u32 splits, float scale
+                 WINDOW_PARAMETER CAP_PARAMETER) {
     extern __shared__ __align__(16) unsigned char shared[];
     let_later_begin();
     // The step's integers, and all keys and values except the newest, existed before the first kernel of the step. The
@@ -29,8 +30,8 @@ decode_attention(const T* qkv, const T* pool, const int* tables, const int* deco
     const int count = min(16, group - first_in_group), first_head = kv_head * group + first_in_group;
     const u64 results = (static_cast<u64>(blockIdx.z) * heads + first_head) * splits + blockIdx.x;
 
-    const int per_split = split_tokens(length, splits);
-    const int start = blockIdx.x * per_split, end = min(length, start + per_split);
+    const int oldest = OLDEST(length - 1), per_split = split_tokens(length - oldest, splits);
+    const int start = oldest + blockIdx.x * per_split, end = min(length, start + per_split);
     if (start >= end) {
         wait_for_earlier();
         if (threadIdx.x < count) {
@@ -64,7 +65,7 @@ decode_attention(const T* qkv, const T* pool, const int* tables, const int* deco
     u32 q[STEPS][4];
     load_queries(q, qkv + entry[0] * width + static_cast<u64>(first_head) * HEAD_DIM, HEAD_DIM, count);
     float outputs[HEAD_DIM / 8][4] = {}, highest[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY}, sum[2] = {0.0f, 0.0f};
-    const float factor = scale * LOG2_E;
+    const float factor = SCORE_FACTOR;
 
     for (int tile = warp; tile < tiles; tile += DECODE_WARPS) {
         request(tile + (DECODE_STAGES - 1) * DECODE_WARPS);
@@ -82,7 +83,7 @@ decode_attention(const T* qkv, const T* pool, const int* tables, const int* deco
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     float& score = scores[n][half * 2 + i];
-                    score = token + n * 8 + i < end ? score * factor : NEGATIVE_INFINITY;
+                    score = token + n * 8 + i < end ? SCORE(score) : NEGATIVE_INFINITY;
                     best = fmaxf(best, score);
                 }
             }

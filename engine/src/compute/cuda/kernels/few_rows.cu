@@ -127,10 +127,11 @@ few_rows_deep(const T* x, const T* weights, T* out, float* out_f32, u32 rows, u3
     few_rows<16, 1, 2>(x, weights, out, out_f32, rows, inputs, outputs);
 }
 
-// out = silu(gate + bias) * (up + bias). The matrix is gate, then up, of `outputs` rows each; `bias` may be null. Grid
-// (outputs / 16).
+// out = activation(gate + bias) * (up + bias). The matrix is gate, then up, of `outputs` rows each; `bias` may be null.
+// Grid (outputs / 16).
 extern "C" __global__ void __launch_bounds__(256)
-few_rows_gated(const T* x, const T* weights, const float* bias, T* out, u32 rows, u32 inputs, u32 outputs) {
+few_rows_gated(const T* x, const T* weights, const float* bias, T* out, u32 rows, u32 inputs, u32 outputs
+               ACTIVATION_PARAMETER) {
     FewRows<8, 2, 2, true> product;
     const u32 first[2] = {blockIdx.x * 16, outputs + blockIdx.x * 16};
     product.multiply(x, weights, first, rows, inputs);
@@ -140,6 +141,6 @@ few_rows_gated(const T* x, const T* weights, const float* bias, T* out, u32 rows
             gate += bias[at];
             up += bias[outputs + at];
         }
-        out[static_cast<u64>(row) * outputs + at] = narrow(gate / (1.0f + expf(-gate)) * up);
+        out[static_cast<u64>(row) * outputs + at] = narrow(gated(gate, up ACTIVATION_ARGUMENT));
     });
 }

@@ -10,7 +10,8 @@
 
 extern "C" __global__ void __launch_bounds__(128)
 rope_kv(T* qkv, const float* bias, const float* q_norm, const float* k_norm, const float* angles, const int* positions,
-        const int* slots, T* pool, u64 block_stride, u64 layer, u32 heads, u32 kv_heads, u32 block_tokens, float eps) {
+        const int* slots, T* pool, u64 block_stride, u64 layer, u32 heads, u32 kv_heads, u32 block_tokens, float eps
+        ROTARY_PARAMETER) {
     let_later_begin();
     const u32 unit = blockIdx.y * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (unit >= heads + 2 * kv_heads) {
@@ -38,11 +39,11 @@ rope_kv(T* qkv, const float* bias, const float* q_norm, const float* k_norm, con
         const u32 i = p * 32 + lane;
         low[p] = high[p] = 0.0f;
         if (i < HALF) {
-            low[p] = widen(head[i]);
-            high[p] = widen(head[i + HALF]);
+            low[p] = widen(head[LOW(i)]);
+            high[p] = widen(head[HIGH(i)]);
             if (bias) {
-                low[p] += bias[unit * HEAD_DIM + i];
-                high[p] += bias[unit * HEAD_DIM + i + HALF];
+                low[p] += bias[unit * HEAD_DIM + LOW(i)];
+                high[p] += bias[unit * HEAD_DIM + HIGH(i)];
             }
         }
     }
@@ -56,8 +57,8 @@ rope_kv(T* qkv, const float* bias, const float* q_norm, const float* k_norm, con
         for (int p = 0; p < PAIRS; p++) {
             const u32 i = p * 32 + lane;
             if (i < HALF) {
-                low[p] *= scale * norm[i];
-                high[p] *= scale * norm[i + HALF];
+                low[p] *= scale * norm[LOW(i)];
+                high[p] *= scale * norm[HIGH(i)];
             }
         }
     }
@@ -71,7 +72,7 @@ rope_kv(T* qkv, const float* bias, const float* q_norm, const float* k_norm, con
     for (int p = 0; p < PAIRS; p++) {
         const u32 i = p * 32 + lane;
         if (i >= HALF) continue;
-        to[i] = narrow(low[p] * cosine[p] - high[p] * sine[p]);
-        to[i + HALF] = narrow(high[p] * cosine[p] + low[p] * sine[p]);
+        to[LOW(i)] = narrow(low[p] * cosine[p] - high[p] * sine[p]);
+        to[HIGH(i)] = narrow(high[p] * cosine[p] + low[p] * sine[p]);
     }
 }

@@ -6,7 +6,6 @@
 #define CHUNKS (HEAD_DIM / 8)
 #define ROW_BYTES (HEAD_DIM * 2 + 16)
 #define STEPS (HEAD_DIM / 16)
-#define LOG2_E 1.4426950408889634f
 
 __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
