@@ -74,6 +74,8 @@ for client in openai anthropic litellm; do
 done
 run langchain "no Python with the packages" has_all langchain_openai langchain_anthropic -- \
     "$python" "$here/langchain_client.py" "$@"
+run agents "no Python with the packages" has_all openai langchain langchain_openai -- \
+    "$python" "$here/agents_client.py" "$@"
 run openai-node "no Node with the package" node_has openai -- \
     "$python" "$here/node_client.py" openai --modules "$modules" "$@"
 run ai-sdk "no Node with the packages" node_has ai -- "$python" "$here/node_client.py" ai --modules "$modules" "$@"

@@ -122,11 +122,11 @@ async def cancels_a_call(ctx, call):
 
 
 class Up:
-    """`baton up` as a child, on a free port; stopped with SIGINT as from a terminal."""
+    """`baton up` as a child, on a free port, with a checkpoint or the built-in model; stopped with SIGINT as from a terminal."""
 
-    def __init__(self, binary):
-        self.log = tempfile.NamedTemporaryFile("w+", suffix=".log")
-        command = [binary, "up", "--listen", "127.0.0.1:0"]
+    def __init__(self, binary, model=None):
+        self.log, self.built_in = tempfile.NamedTemporaryFile("w+", suffix=".log"), model is None
+        command = [binary, "up", "--listen", "127.0.0.1:0", *(["--model", str(model)] if model else [])]
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
 
     def place(self):
@@ -136,7 +136,7 @@ class Up:
             up = re.search(r"Baton is up .*?(http://[\d.]+:\d+)/v1", text)
             found = re.search(r"Engines: prefill (http://\S+), decode (http://\S+) .*Router metrics: (\S+)/metrics", text)
             if up and found:
-                return Place(up.group(1), [found.group(1), found.group(2)], admin=found.group(3), built_in=True)
+                return Place(up.group(1), [found.group(1), found.group(2)], admin=found.group(3), built_in=self.built_in)
             expect(self.process.poll() is None, f"`baton up` has ended:\n{text}")
             time.sleep(0.05)
         raise AssertionError(f"`baton up` is not up after {START_S} s:\n{self.output()}")
@@ -174,9 +174,9 @@ def run_all(context, place):
 
 
 @contextlib.contextmanager
-def everything_up(binary):
+def everything_up(binary, model=None):
     """`baton up`, and a second router in front of a scripted pair."""
-    up = Up(binary)
+    up = Up(binary, model)
     try:
         place = up.place()
         with scripted.behind_a_router(binary) as place.scripted:
@@ -187,14 +187,17 @@ def everything_up(binary):
     expect(status == 0, "`baton up` ended with an error")
 
 
-def main(title, description, context):
-    """Runs all checks. `context` makes their argument of a `Place`."""
+def main(title, description, context, model=None):
+    """Runs all checks. `context` makes their argument of a `Place`. With a checkpoint, they are about its texts."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--url", help="a running router; by default `baton up` is started ($BATON_BIN)")
     parser.add_argument("--admin", help="its admin address, as http://HOST:PORT")
     parser.add_argument("--engine", action="append", default=[], help="an engine behind it; may be repeated")
     options = parser.parse_args()
     print(f"{title}, Python {sys.version.split()[0]}")
+    if options.url and model:
+        print(f"SKIPPED: the checks are about the texts of {model}; without --url, `baton up` serves it")
+        return 0
     if options.url:
         failed, skipped = run_all(context, Place(options.url.rstrip("/"), options.engine, options.admin))
     else:
@@ -202,7 +205,7 @@ def main(title, description, context):
         if not binary:
             parser.error("give --url, or the binary in BATON_BIN (cargo build --release)")
         try:
-            with everything_up(binary) as place:
+            with everything_up(binary, model) as place:
                 failed, skipped = run_all(context, place)
         except AssertionError as error:
             print(f"FAIL  {error}")

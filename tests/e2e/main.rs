@@ -8,7 +8,7 @@
 //! | `caches` | the router follows the engines' caches by their KV events; a LoRA adapter is a model with blocks of its own |
 //! | `early` | blocks are fetched while they are computed; a client disconnects or an engine dies meanwhile |
 //! | `judge` | `baton bench disconnect` finds faults, and only faults |
-//! | `recall` | the text shows that the blocks arrived |
+//! | `recall` | the text shows that the blocks arrived; a checkpoint calls tools |
 //! | `refusals` | an engine refuses, is down or dies: one clear error, nothing held |
 //! | `reports` | the five source reports |
 //! | `resume` | a decode engine dies during a stream: the client gets one response |
@@ -18,7 +18,7 @@
 //! | `endings` | the router is killed or shut down, or an engine is shut down |
 //! | `bad_input` | invalid requests, and values that clients may not choose |
 //! | `upgrade` | routers and engines are replaced under load: no request fails |
-//! | `pages` | the commands of README and tutorial |
+//! | `pages` | the commands of README and tutorials |
 //! | `transports` | blocks go from device to device if both engines have one; the real NIXL |
 //! | `up` | `baton up`: its banner, its supervision, its end |
 //! | `vanish` | `baton bench disconnect` checks whether the router detects clients whose host vanishes |

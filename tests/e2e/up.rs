@@ -1,6 +1,7 @@
 //! `baton up`: its printed command works, a dead process is restarted, and nothing remains after its end.
 
 use std::io::{BufRead, BufReader};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::Duration;
@@ -41,10 +42,19 @@ impl UpProcess {
         Self::with(&[])
     }
 
+    /// With this checkpoint.
+    pub(crate) fn serving(model: &Path) -> Self {
+        Self::launch(Command::new(env!("CARGO_BIN_EXE_baton")).arg("up").arg("--model").arg(model), &[])
+    }
+
     /// With more options for both engines.
     fn with(options: &[&str]) -> Self {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_baton"))
-            .args(["up", "--listen", "127.0.0.1:0", "--", "--kv-cache-mib", "32", "--threads", "1"])
+        Self::launch(Command::new(env!("CARGO_BIN_EXE_baton")).arg("up"), options)
+    }
+
+    fn launch(up: &mut Command, options: &[&str]) -> Self {
+        let mut child = up
+            .args(["--listen", "127.0.0.1:0", "--", "--kv-cache-mib", "32", "--threads", "1"])
             .args(options)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())

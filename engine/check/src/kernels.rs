@@ -188,7 +188,7 @@ fn activation(features: KernelFeatures) -> Activation {
 }
 
 fn cases(target: &KernelTarget, stages: usize) -> Vec<KernelCase> {
-    let KernelTarget { element, head_dim, features } = *target;
+    let KernelTarget { element, features, .. } = *target;
     let mut all = vec![embed(target), silu_mul(target, 1000, true), silu_mul(target, 77, false)];
     // Widths that a block keeps in registers, and widths that it does not.
     all.extend(

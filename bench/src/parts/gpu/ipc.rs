@@ -14,14 +14,14 @@ use baton_connector::transport::{Part, Producer, ReadOrder, Transport, Transport
 use baton_connector::{BlockId, Reader};
 use baton_connector_device::{BATCH_BYTES, ClientOptions, DevicePool, ServerOptions, producer, transport};
 use baton_connector_shm::{ShmServer, listen};
-use baton_engine::compute::cuda::{Accelerator, Device, DeviceChoice, Element};
+use baton_engine::compute::cuda::{Accelerator, Device, DeviceChoice};
 use baton_engine_check::software::SoftwareDevice;
 use clap::Args;
 use serde::Serialize;
 
 use super::pool::{BLOCK_BYTES, BLOCK_TOKENS, BenchPool, HEAD_DIM, HandoffTimes, TOKEN_BYTES, table};
 use super::process::{ProducerProcess, open_leases};
-use super::{open, unusable};
+use super::{open, plain, unusable};
 use crate::BenchError;
 use crate::common::machine::Provenance;
 use crate::common::report::print_report;
@@ -81,7 +81,7 @@ pub fn run(options: &GpuIpc, out: &mut dyn Write) -> Result<(), BenchError> {
             ends(SoftwareDevice::new(bytes, Element::Bf16, HEAD_DIM), options, out)
         }
         Accelerator::Cuda(ordinal) => {
-            ends(open(ordinal, Element::Bf16, HEAD_DIM).map_err(unusable)?, options, out)
+            ends(open(ordinal, &plain(HEAD_DIM)).map_err(unusable)?, options, out)
         }
     }
 }

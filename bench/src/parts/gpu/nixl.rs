@@ -12,14 +12,14 @@ use std::sync::Arc;
 use baton_connector::transport::Producer;
 use baton_connector_nixl::{DevicePool, Library, device_producer, find};
 use baton_connector_tcp::{ServerOptions, TcpServer};
-use baton_engine::compute::cuda::{Accelerator, Device, DeviceChoice, DeviceError, Element};
+use baton_engine::compute::cuda::{Accelerator, Device, DeviceChoice, DeviceError};
 use baton_engine_check::software::SoftwareDevice;
 use clap::Args;
 use serde::Serialize;
 
 use super::pool::{BLOCK_BYTES, BLOCK_TOKENS, BenchPool, HEAD_DIM, HandoffTimes, TOKEN_BYTES};
 use super::process::open_leases;
-use super::{Skipped, open, unusable};
+use super::{Skipped, open, plain, unusable};
 use crate::BenchError;
 use crate::common::machine::Provenance;
 use crate::common::report::print_report;
@@ -133,7 +133,7 @@ pub fn run(options: &GpuNixl, out: &mut dyn Write) -> Result<(), BenchError> {
             ends(|| Ok(SoftwareDevice::new(bytes, Element::Bf16, HEAD_DIM)), &library, options, out)
         }
         Accelerator::Cuda(ordinal) => {
-            let open = || open(ordinal, Element::Bf16, HEAD_DIM);
+            let open = || open(ordinal, &plain(HEAD_DIM));
             drop(open().map_err(unusable)?);
             ends(open, &library, options, out)
         }

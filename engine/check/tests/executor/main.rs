@@ -178,7 +178,7 @@ fn more_rows_with_experts_than_are_computed_at_a_time_match_the_cpus_logits() {
     let config = config("Mixtral", r#", "num_local_experts": 70, "num_experts_per_tok": 64"#);
     let (mut device, mut cpu) = (on_software(&config, |_| ()), on_cpu(&config));
     let (text, table) = (tokens(6, 150), blocks(3, 19));
-    let step = SeqStep { tokens: &text, start: 0, block_table: &table, logits: LogitsRequest::All };
+    let step = SeqStep { tokens: &text, start: 0, block_table: &table, logits: LogitsRequest::All, adapter: None };
     let (mut ours, mut theirs) = (Logits::default(), Logits::default());
     device.execute(std::slice::from_ref(&step), &mut ours).unwrap();
     cpu.execute(&[step], &mut theirs).unwrap();

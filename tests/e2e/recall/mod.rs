@@ -5,9 +5,11 @@ use serde_json::{Value, json};
 
 use crate::harness::{AT_ONCE, Cluster, GenerateRequest};
 
+mod agents;
+
 #[test]
 fn facts_of_the_prompt_are_recalled_behind_the_handoff() {
-    let prompts: Value = serde_json::from_str(include_str!("../../engine/models/demo/prompts.json"))
+    let prompts: Value = serde_json::from_str(include_str!("../../../engine/models/demo/prompts.json"))
         .expect("the file is JSON");
     let prompts = prompts.as_array().expect("a list");
     assert!(prompts.len() >= 20);
