@@ -301,6 +301,7 @@ proptest! {
         let last: Value = serde_json::from_str(last).expect("JSON");
         prop_assert_eq!(&last["response"], &whole);
         let message = translator(TranslatedApi::Messages).push(&frames).expect("events");
-        prop_assert!(message.ends_with(b"{\"type\":\"message_stop\"}\n\n"));
+        let is_stopped = message.ends_with(b"{\"type\":\"message_stop\"}\n\n");
+        prop_assert!(is_stopped);
     }
 }

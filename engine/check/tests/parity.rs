@@ -32,7 +32,8 @@ fn the_cpu_matches_transformers() {
 
 #[test]
 fn the_software_device_matches_transformers() {
-    assert_eq!(assert_parity(&fixtures(), baton_engine_check::SOFTWARE), 0);
+    // Without attention sinks.
+    assert_eq!(assert_parity(&fixtures(), baton_engine_check::SOFTWARE), 2);
 }
 
 #[test]
@@ -172,6 +173,8 @@ type PlantedMistake = (&'static str, fn(&mut Checkpoint));
 
 const ONE: [u8; 2] = [0x80, 0x3f];
 const ZERO: [u8; 2] = [0, 0];
+/// -128.
+const FAR_BELOW: [u8; 2] = [0, 0xc3];
 
 /// The mistakes of `make_tiny.py --audit` that a checkpoint can contain.
 const OF_ALL: &[PlantedMistake] = &[
@@ -278,6 +281,40 @@ const OF_MIXTRAL: &[PlantedMistake] = &[
     ("one expert more", |checkpoint| checkpoint.set("num_experts_per_tok", 3)),
 ];
 
+const OF_GPT_OSS: &[PlantedMistake] = &[
+    ("sinks ignored", |checkpoint| checkpoint.fill("self_attn.sinks", FAR_BELOW)),
+    ("windows in other layers", |checkpoint| {
+        checkpoint.set("layer_types", serde_json::json!(["sliding_attention", "full_attention"]));
+    }),
+    ("ends of the ramp in whole dimensions", |checkpoint| {
+        checkpoint.configure(|config| config["rope_scaling"]["truncate"] = true.into());
+    }),
+    ("bias of the output ignored", |checkpoint| checkpoint.fill("o_proj.bias", ZERO)),
+    ("bias of the router ignored", |checkpoint| checkpoint.fill("router.bias", ZERO)),
+    ("biases of gate and up ignored", |checkpoint| checkpoint.fill("gate_up_proj_bias", ZERO)),
+    ("biases of down ignored", |checkpoint| checkpoint.fill("down_proj_bias", ZERO)),
+    ("up before gate", |checkpoint| {
+        for name in ["gate_up_proj", "gate_up_proj_bias"] {
+            checkpoint.change(name, |rows| {
+                rows.iter_mut().for_each(|row| row.chunks_exact_mut(4).for_each(|pair| pair.rotate_left(2)));
+            });
+        }
+    }),
+    ("gate and up without limits", |checkpoint| checkpoint.set("swiglu_limit", 1e30)),
+    ("one expert only", |checkpoint| checkpoint.set("num_experts_per_tok", 1)),
+];
+const OF_MXFP4: &[PlantedMistake] = &[
+    ("the upper half of a byte first", |checkpoint| {
+        checkpoint.change("_blocks", |rows| {
+            rows.iter_mut().flatten().for_each(|byte| *byte = byte.rotate_left(4));
+        });
+    }),
+    ("scales with another bias", |checkpoint| {
+        checkpoint.change("_scales", |rows| rows.iter_mut().flatten().for_each(|byte| *byte += 1));
+    }),
+    ("sinks ignored", |checkpoint| checkpoint.fill("self_attn.sinks", FAR_BELOW)),
+];
+
 /// Asserts that every comparison with the bf16 run fails for every mistake.
 fn assert_found(name: &str, device: DeviceChoice, mistakes: &[PlantedMistake]) {
     for (mistake, plant) in mistakes {
@@ -311,6 +348,8 @@ fn planted_mistakes_of_further_families_fail_against_the_bf16_run() {
         ("gemma3-bf16", OF_GEMMA3),
         ("qwen3moe-bf16", OF_QWEN3_MOE),
         ("mixtral-bf16", OF_MIXTRAL),
+        ("gpt-oss-bf16", OF_GPT_OSS),
+        ("gpt-oss-mxfp4", OF_MXFP4),
     ] {
         assert_found(name, DeviceChoice::Cpu, mistakes);
     }

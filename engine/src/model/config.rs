@@ -26,7 +26,8 @@ use crate::model::spec::{ModelSpec, RopeStretch};
 /// The file that describes the architecture.
 pub(crate) const CONFIG_FILE: &str = "config.json";
 /// The supported models, for refusals.
-const SUPPORTED: &str = "Llama, Qwen2, Qwen3, Qwen3-MoE, Mistral, Mixtral, Phi-3, Gemma 2, text of Gemma 3";
+const SUPPORTED: &str =
+    "Llama, Qwen2, Qwen3, Qwen3-MoE, Mistral, Mixtral, Phi-3, Gemma 2, text of Gemma 3, gpt-oss";
 
 /// Upper bounds of each size: far above any released checkpoint, and low enough that products of two of them fit
 /// `usize` on every platform. A hostile file therefore cannot request terabytes.
@@ -123,7 +124,7 @@ impl ModelConfig {
         let mut attention = AttentionConfig::parse(&fields, spec, (layers, heads.dim, declared))?;
         let max_positions = match spec.rope.stretch {
             RopeStretch::Positions => attention.rope.positions(declared),
-            RopeStretch::Declared | RopeStretch::Long => declared,
+            RopeStretch::Declared | RopeStretch::Long | RopeStretch::Yarn { .. } => declared,
         };
         if !(1..=MAX_POSITIONS).contains(&max_positions) {
             return Err(fields.malformed(format!(

@@ -19,7 +19,7 @@ pub struct ModelSpec {
     pub biases: BiasRules,
     /// Added to the stored weights of every norm.
     pub norm_offset: f32,
-    /// Scales of queries and embeddings, and soft caps.
+    /// Scales of queries and embeddings, soft caps, and attention sinks.
     pub scales: ScaleRules,
     /// Attention windows.
     pub windows: WindowRule,
@@ -85,6 +85,8 @@ pub enum FlagRule {
     Always,
     /// If this field is true.
     Field(&'static str),
+    /// Unless this field is false.
+    Unless(&'static str),
 }
 
 /// Which projections have biases.
@@ -98,7 +100,7 @@ pub struct BiasRules {
     pub mlp: FlagRule,
 }
 
-/// Scales and soft caps.
+/// Scales, soft caps and sinks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ScaleRules {
     /// The field whose inverse root multiplies scores, and its default. Without it: the width of a head.
@@ -109,6 +111,8 @@ pub struct ScaleRules {
     pub attention_cap: Option<Option<f64>>,
     /// Soft cap of logits, in the same form.
     pub logit_cap: Option<Option<f64>>,
+    /// The tensor with a logit of each head of q that joins the softmax over the keys: the head's attention sink.
+    pub sinks: Option<&'static str>,
 }
 
 /// Which layers have a window, and where its width is.
@@ -161,6 +165,13 @@ pub enum RopeStretch {
     Declared,
     /// As `Declared`, and of one kind only: LongRoPE.
     Long,
+    /// As `Declared`. Without a description: YaRN with this factor over so many positions, not truncated.
+    Yarn {
+        /// Divisor of the long wavelengths.
+        factor: u32,
+        /// Context length before stretching.
+        original_positions: u32,
+    },
 }
 
 /// An activation of feed-forward layers.
@@ -170,6 +181,9 @@ pub enum Activation {
     Silu,
     /// GELU, approximated by a hyperbolic tangent.
     GeluTanh,
+    /// Of the gate x, at most a limit, and of the other input y, within it: `x * sigmoid(1.702 * x) * (y + 1)`. The
+    /// other activations multiply by y. gpt-oss calls it `silu`, and vLLM `swigluoai`.
+    SwigluOai,
 }
 
 /// Where the activation is named.
@@ -196,10 +210,20 @@ pub struct ExpertRule {
     pub dense_layers: bool,
     /// The matrix of the router.
     pub router: &'static str,
-    /// Prefix of an expert's number.
+    /// Prefix of an expert's number, or of the tensors of all experts.
     pub prefix: &'static str,
-    /// Gate, up and down of an expert.
-    pub parts: [&'static str; 3],
+    /// Their matrices.
+    pub parts: ExpertParts,
+}
+
+/// Names of the matrices of experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExpertParts {
+    /// Gate, up and down of each expert.
+    Apart([&'static str; 3]),
+    /// Two tensors for all experts, `[experts, inputs, outputs]`: gate with up, and down. Gate has the even outputs,
+    /// and up the odd ones. Both have biases, and so has the router.
+    Fused([&'static str; 2]),
 }
 
 /// Values of absent fields.
@@ -251,7 +275,7 @@ const ATTENTION_BIAS: BiasRules = BiasRules {
     mlp: FlagRule::Never,
 };
 const NO_SCALES: ScaleRules =
-    ScaleRules { query: None, embedding: false, attention_cap: None, logit_cap: None };
+    ScaleRules { query: None, embedding: false, attention_cap: None, logit_cap: None, sinks: None };
 const PLAIN_ROPE: RopeRule =
     RopeRule { theta: 10_000.0, local_theta: None, partial: false, stretch: RopeStretch::Positions };
 const SILU: ActivationRule = ActivationRule { field: "hidden_act", default: Activation::Silu };
@@ -324,7 +348,7 @@ const QWEN3_MOE: ModelSpec = ModelSpec {
         dense_layers: true,
         router: "mlp.gate",
         prefix: "mlp.experts",
-        parts: ["gate_proj", "up_proj", "down_proj"],
+        parts: ExpertParts::Apart(["gate_proj", "up_proj", "down_proj"]),
     }),
     defaults: SizeDefaults { kv_heads: Some(4), ..QWEN_DEFAULTS },
     ..LLAMA
@@ -351,7 +375,7 @@ const MIXTRAL: ModelSpec = ModelSpec {
         dense_layers: false,
         router: "block_sparse_moe.gate",
         prefix: "block_sparse_moe.experts",
-        parts: ["w1", "w3", "w2"],
+        parts: ExpertParts::Apart(["w1", "w3", "w2"]),
     }),
     defaults: SizeDefaults { norm_eps: 1e-5, ..MISTRAL_DEFAULTS },
     ..LLAMA
@@ -377,6 +401,7 @@ const GEMMA2: ModelSpec = ModelSpec {
         embedding: true,
         attention_cap: Some(Some(50.0)),
         logit_cap: Some(Some(30.0)),
+        ..NO_SCALES
     },
     windows: WindowRule::AllBut { every: 2, field: None, width: 4096 },
     activation: GELU,
@@ -392,8 +417,8 @@ const GEMMA3: ModelSpec = ModelSpec {
     scales: ScaleRules {
         query: Some(("query_pre_attn_scalar", 256.0)),
         embedding: true,
-        attention_cap: None,
         logit_cap: Some(None),
+        ..NO_SCALES
     },
     windows: WindowRule::AllBut { every: 6, field: Some("sliding_window_pattern"), width: 4096 },
     rope: RopeRule {
@@ -419,8 +444,47 @@ const MISTRAL3_WITH_IMAGES: ModelSpec = ModelSpec {
     ..MISTRAL
 };
 
+const GPT_OSS: ModelSpec = ModelSpec {
+    architecture: "GptOssForCausalLM",
+    model_type: "gpt_oss",
+    biases: BiasRules {
+        qkv: FlagRule::Unless("attention_bias"),
+        output: FlagRule::Unless("attention_bias"),
+        mlp: FlagRule::Never,
+    },
+    scales: ScaleRules { sinks: Some("self_attn.sinks"), ..NO_SCALES },
+    windows: WindowRule::AllBut { every: 2, field: None, width: 128 },
+    rope: RopeRule {
+        theta: 150_000.0,
+        stretch: RopeStretch::Yarn { factor: 32, original_positions: 4096 },
+        ..PLAIN_ROPE
+    },
+    activation: ActivationRule { field: "hidden_act", default: Activation::SwigluOai },
+    experts: Some(ExpertRule {
+        count: ("num_local_experts", 128),
+        per_token: 4,
+        intermediate: ("intermediate_size", 2880),
+        // A softmax over the chosen experts is their share of the one over all.
+        normalized: FlagRule::Always,
+        dense_layers: false,
+        router: "mlp.router",
+        prefix: "mlp.experts",
+        parts: ExpertParts::Fused(["gate_up_proj", "down_proj"]),
+    }),
+    defaults: SizeDefaults {
+        heads: Some(64),
+        vocab: Some(201_088),
+        head_dim: Some(64),
+        kv_heads: Some(8),
+        positions: 131_072,
+        norm_eps: 1e-5,
+        tied: false,
+    },
+    ..LLAMA
+};
+
 /// All families.
-pub static FAMILIES: [ModelSpec; 11] = [
+pub static FAMILIES: [ModelSpec; 12] = [
     LLAMA,
     QWEN2,
     QWEN3,
@@ -432,6 +496,7 @@ pub static FAMILIES: [ModelSpec; 11] = [
     GEMMA2,
     GEMMA3,
     GEMMA3_WITH_IMAGES,
+    GPT_OSS,
 ];
 
 impl ModelSpec {
@@ -471,7 +536,8 @@ mod tests {
 
     #[test]
     fn the_page_of_the_models_lists_every_family() {
-        let rows: Vec<&str> = PAGE.lines().filter(|line| line.starts_with("| `")).skip(1).collect();
+        let (table, _) = PAGE.split_once("```").expect("an example behind the table");
+        let rows: Vec<&str> = table.lines().filter(|line| line.starts_with("| `")).skip(1).collect();
         assert_eq!(rows.len(), FAMILIES.len());
         for spec in &FAMILIES {
             let named = format!("| `{}` |", spec.architecture);

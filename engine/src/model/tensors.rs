@@ -2,7 +2,7 @@
 
 use super::ModelError;
 use super::config::{ExpertConfig, ModelConfig};
-use super::spec::LAYERS;
+use super::spec::{ExpertParts, LAYERS};
 
 /// Rows of one tensor. A tensor with the rows of several projections has one value of this type for each.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,6 +28,8 @@ pub struct LayerTensors {
     pub qkv_bias: Option<[TensorRows; 3]>,
     /// Norms of each head of q and k.
     pub qk_norm: Option<[String; 2]>,
+    /// Attention sinks of the heads of q.
+    pub sinks: Option<String>,
     /// The output projection of attention.
     pub output: String,
     /// Its bias.
@@ -54,6 +56,84 @@ pub enum MlpTensors {
         /// One network for each expert.
         experts: Vec<DenseTensors>,
     },
+    /// The same with tensors that all experts share.
+    Fused(FusedExperts),
+}
+
+/// A router and experts with one tensor for each projection, `[experts, inputs, outputs]`, and biases.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FusedExperts {
+    /// The matrix of the router.
+    pub router: String,
+    /// Its bias.
+    pub router_bias: String,
+    /// Gate in the even outputs, up in the odd ones.
+    pub gate_up: String,
+    /// Their biases, `[experts, outputs]`.
+    pub gate_up_bias: String,
+    /// The last projection.
+    pub down: String,
+    /// Its biases, `[experts, outputs]`.
+    pub down_bias: String,
+    /// Experts.
+    pub count: usize,
+    /// Width between the projections of an expert.
+    pub intermediate: usize,
+}
+
+/// Outputs of one expert in a tensor of all experts: `first`, `first + step` and so on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertOutputs {
+    /// The expert.
+    pub expert: usize,
+    /// Inputs of the matrix; 1 for biases.
+    pub inputs: usize,
+    /// Outputs of the matrix.
+    pub outputs: usize,
+    /// The first output of this part.
+    pub first: usize,
+    /// Distance from one to the next.
+    pub step: usize,
+}
+
+impl ExpertOutputs {
+    /// Outputs of this part.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        (self.outputs - self.first).div_ceil(self.step)
+    }
+}
+
+/// Where the elements of a tensor are among its stored values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ElementOrder {
+    /// One after the other.
+    Sequential,
+    /// In rows of `columns` elements.
+    Strided {
+        /// Elements of a row.
+        columns: usize,
+        /// Distance from a row to the next.
+        row: usize,
+        /// Distance from a column to the next.
+        column: usize,
+    },
+}
+
+impl ElementOrder {
+    /// Reads the elements from `start` on into `out`. `read(at, part)` reads the stored values from `at` on.
+    pub(super) fn each_run<T>(self, start: usize, out: &mut [T], read: impl Fn(usize, &mut [T])) {
+        let Self::Strided { columns, row, column } = self else { return read(start, out) };
+        let (mut at, mut rest) = (start, out);
+        while !rest.is_empty() {
+            let (in_row, in_column) = (at / columns, at % columns);
+            let side_by_side = if column == 1 { columns - in_column } else { 1 };
+            let (part, later) = rest.split_at_mut(side_by_side.min(rest.len()));
+            read(in_row * row + in_column * column, part);
+            at += part.len();
+            rest = later;
+        }
+    }
 }
 
 /// One feed-forward network.
@@ -86,6 +166,9 @@ impl LayerTensors {
         for norm in self.qk_norm.iter().flatten() {
             visit(norm, &[config.head_dim])?;
         }
+        if let Some(sinks) = &self.sinks {
+            visit(sinks, &[config.heads])?;
+        }
         visit(&self.output, &[hidden, config.query_width()])?;
         let norms = [Some(&self.attention_norm), Some(&self.mlp_norm)];
         let optional = [&self.output_bias, &self.attention_post_norm, &self.mlp_post_norm];
@@ -98,7 +181,20 @@ impl LayerTensors {
                 visit(router, &[experts.len(), hidden])?;
                 experts.iter().try_for_each(|expert| expert.visit(hidden, visit))
             }
+            MlpTensors::Fused(fused) => fused.visit(hidden, visit),
         }
+    }
+}
+
+impl FusedExperts {
+    fn visit(&self, hidden: usize, visit: &mut TensorVisitor<'_>) -> Result<(), ModelError> {
+        let (count, width) = (self.count, self.intermediate);
+        visit(&self.router, &[count, hidden])?;
+        visit(&self.router_bias, &[count])?;
+        visit(&self.gate_up, &[count, hidden, 2 * width])?;
+        visit(&self.gate_up_bias, &[count, 2 * width])?;
+        visit(&self.down, &[count, width, hidden])?;
+        visit(&self.down_bias, &[count, hidden])
     }
 }
 
@@ -142,6 +238,7 @@ impl ModelConfig {
             qkv: of_qkv("weight"),
             qkv_bias: self.biases.qkv.then(|| of_qkv("bias")),
             qk_norm: names.qk_norm.map(|both| both.map(weight)),
+            sinks: self.spec.scales.sinks.map(|sinks| format!("{prefix}{LAYERS}.{layer}.{sinks}")),
             output: weight(names.output),
             output_bias: self.biases.output.then(|| name(names.output, "bias")),
             attention_post_norm: names.attention_post_norm.map(weight),
@@ -169,7 +266,24 @@ impl ModelConfig {
 
     fn expert_tensors(&self, layer: usize, experts: &ExpertConfig) -> MlpTensors {
         let (rule, prefix) = (experts.rule, self.spec.prefix());
-        let [gate, up, down] = rule.parts;
+        let router = |kind: &str| format!("{prefix}{LAYERS}.{layer}.{}.{kind}", rule.router);
+        let [gate, up, down] = match rule.parts {
+            ExpertParts::Apart(parts) => parts,
+            ExpertParts::Fused(parts) => {
+                let [gate_up, down] =
+                    parts.map(|part| format!("{prefix}{LAYERS}.{layer}.{}.{part}", rule.prefix));
+                return MlpTensors::Fused(FusedExperts {
+                    router: router("weight"),
+                    router_bias: router("bias"),
+                    gate_up_bias: format!("{gate_up}_bias"),
+                    gate_up,
+                    down_bias: format!("{down}_bias"),
+                    down,
+                    count: experts.count,
+                    intermediate: experts.intermediate,
+                });
+            }
+        };
         let of_expert = |expert: usize| {
             let name =
                 |part: &str| format!("{prefix}{LAYERS}.{layer}.{}.{expert}.{part}.weight", rule.prefix);
@@ -181,10 +295,7 @@ impl ModelConfig {
                 down_bias: None,
             }
         };
-        MlpTensors::Experts {
-            router: format!("{prefix}{LAYERS}.{layer}.{}.weight", rule.router),
-            experts: (0..experts.count).map(of_expert).collect(),
-        }
+        MlpTensors::Experts { router: router("weight"), experts: (0..experts.count).map(of_expert).collect() }
     }
 }
 
@@ -240,7 +351,7 @@ mod tests {
     /// Loads a checkpoint of these tensors, all zero. Returns the calls of the progress, and the error.
     fn load(config: &ModelConfig, tensors: &[(String, Vec<usize>)]) -> (usize, Option<String>) {
         let folder = tempfile::tempdir().expect("a folder");
-        let zeros = vec![0; 1 << 16];
+        let zeros = vec![0; 1 << 17];
         let view = |(name, shape): &(String, Vec<usize>)| {
             let bytes = &zeros[..shape.iter().product::<usize>() * 2];
             (name.clone(), TensorView::new(Dtype::F16, shape.clone(), bytes).expect("its bytes"))
@@ -258,9 +369,13 @@ mod tests {
 
     #[test]
     fn no_weight_is_read_of_a_checkpoint_that_lacks_a_later_one() {
-        for architecture in
-            ["LlamaForCausalLM", "Phi3ForCausalLM", "Gemma3ForCausalLM", "Qwen3MoeForCausalLM"]
-        {
+        for architecture in [
+            "LlamaForCausalLM",
+            "Phi3ForCausalLM",
+            "Gemma3ForCausalLM",
+            "Qwen3MoeForCausalLM",
+            "GptOssForCausalLM",
+        ] {
             let config = config(architecture);
             let mut all = Vec::new();
             let mut collect = |name: &str, shape: &[usize]| {
@@ -318,6 +433,34 @@ mod tests {
         assert_eq!(router, "model.layers.1.block_sparse_moe.gate.weight");
         assert_eq!(experts[2].down, "model.layers.1.block_sparse_moe.experts.2.w2.weight");
         assert_eq!(experts[2].intermediate, 96);
+    }
+
+    #[test]
+    fn the_experts_of_gpt_oss_share_tensors_and_its_heads_have_sinks() {
+        let layer = tensors("GptOssForCausalLM", 1);
+        assert_eq!(layer.sinks.as_deref(), Some("model.layers.1.self_attn.sinks"));
+        assert_eq!(layer.output_bias.as_deref(), Some("model.layers.1.self_attn.o_proj.bias"));
+        let MlpTensors::Fused(fused) = &layer.mlp else { panic!("fused experts") };
+        assert_eq!(fused.router_bias, "model.layers.1.mlp.router.bias");
+        assert_eq!(fused.gate_up_bias, "model.layers.1.mlp.experts.gate_up_proj_bias");
+        let mut shapes = Vec::new();
+        let mut collect = |name: &str, shape: &[usize]| {
+            shapes.push((name.to_owned(), shape.to_vec()));
+            Ok(())
+        };
+        layer.visit(&config("GptOssForCausalLM"), &mut collect).expect("no error of its own");
+        for (name, shape) in [
+            ("self_attn.sinks", vec![4]),
+            ("self_attn.k_proj.bias", vec![32]),
+            ("mlp.router.weight", vec![4, 64]),
+            ("mlp.experts.gate_up_proj", vec![4, 64, 192]),
+            ("mlp.experts.gate_up_proj_bias", vec![4, 192]),
+            ("mlp.experts.down_proj", vec![4, 96, 64]),
+            ("mlp.experts.down_proj_bias", vec![4, 64]),
+        ] {
+            assert!(shapes.contains(&(format!("model.layers.1.{name}"), shape)), "{name}: {shapes:?}");
+        }
+        assert_eq!(tensors("LlamaForCausalLM", 0).sinks, None);
     }
 
     #[test]

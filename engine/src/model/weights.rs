@@ -6,13 +6,16 @@
 //!
 //! [`Weights::random`] has the same interface without files, for benchmarks of a shape.
 
+mod tensor;
+
 use std::borrow::Cow;
 use std::collections::{BTreeSet, HashMap};
-use std::fmt;
 
-use half::{bf16, f16};
+use half::bf16;
 use safetensors::{Dtype, SafeTensors};
 
+use self::tensor::TensorValues;
+pub use self::tensor::{Tensor, WeightDtype};
 use super::config::{CONFIG_FILE, ModelConfig};
 use super::gguf::{self, GgufChange, GgufFiles};
 use super::quantized::ggml::GgmlType;
@@ -25,159 +28,6 @@ const SINGLE_FILE: &str = "model.safetensors";
 const INDEX_FILE: &str = "model.safetensors.index.json";
 /// Most shards of a checkpoint; the largest released ones have a few hundred.
 const MAX_SHARDS: usize = 4096;
-
-/// Element type of a tensor. Quantized ones are read as [`WeightDtype::F32`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WeightDtype {
-    /// 32-bit float.
-    F32,
-    /// 16-bit IEEE float.
-    F16,
-    /// bfloat16.
-    Bf16,
-}
-
-impl WeightDtype {
-    /// Bytes of one element.
-    #[must_use]
-    pub fn bytes(self) -> usize {
-        match self {
-            Self::F32 => 4,
-            Self::F16 | Self::Bf16 => 2,
-        }
-    }
-
-    /// The nearest number of this type, the even one of two.
-    #[must_use]
-    pub fn rounded(self, value: f32) -> f32 {
-        match self {
-            Self::F32 => value,
-            Self::F16 => f16::from_f32(value).to_f32(),
-            Self::Bf16 => bf16::from_f32(value).to_f32(),
-        }
-    }
-}
-
-/// One tensor: row-major values, not necessarily aligned.
-#[derive(Clone)]
-pub struct Tensor<'a> {
-    values: TensorValues<'a>,
-    /// Its first element among the values.
-    first: usize,
-    len: usize,
-}
-
-#[derive(Clone)]
-enum TensorValues<'a> {
-    /// Little-endian floats.
-    Plain(WeightDtype, Cow<'a, [u8]>),
-    /// Blocks of a GGUF type.
-    Blocks(GgmlType, Cow<'a, [u8]>),
-    /// A matrix whose scales are tensors of their own.
-    Matrix(QuantizedMatrix<'a>),
-}
-
-impl<'a> Tensor<'a> {
-    fn new(values: TensorValues<'a>, shape: &[usize]) -> Self {
-        Self { values, first: 0, len: shape.iter().product() }
-    }
-}
-
-impl fmt::Debug for Tensor<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Tensor").field("dtype", &self.dtype()).field("bytes", &self.bytes()).finish()
-    }
-}
-
-impl Tensor<'_> {
-    /// Elements `start .. start + len` as a tensor of its own.
-    ///
-    /// # Panics
-    /// When the range is outside the tensor.
-    #[must_use]
-    pub fn into_part(self, start: usize, len: usize) -> Self {
-        assert!(start + len <= self.len, "a part of the tensor");
-        Self { values: self.values, first: self.first + start, len }
-    }
-
-    /// Element type in the file, or that of the converted values.
-    #[must_use]
-    pub fn dtype(&self) -> WeightDtype {
-        match &self.values {
-            TensorValues::Plain(dtype, _) => *dtype,
-            TensorValues::Blocks(..) | TensorValues::Matrix(_) => WeightDtype::F32,
-        }
-    }
-
-    /// Size in the file, in bytes.
-    #[must_use]
-    pub fn bytes(&self) -> usize {
-        match &self.values {
-            TensorValues::Plain(dtype, _) => self.len * dtype.bytes(),
-            TensorValues::Blocks(kind, _) => self.len.div_ceil(kind.block_len()) * kind.block_bytes(),
-            // A matrix of this kind is one tensor in every family.
-            TensorValues::Matrix(matrix) => matrix.bytes(),
-        }
-    }
-
-    /// Elements `start .. start + out.len()` as f32: without loss, or as the quantized format defines them.
-    ///
-    /// # Panics
-    /// When the range is outside the tensor.
-    pub fn read_f32(&self, start: usize, out: &mut [f32]) {
-        assert!(start + out.len() <= self.len, "a part of the tensor");
-        let start = self.first + start;
-        let (dtype, bytes) = match &self.values {
-            TensorValues::Plain(dtype, bytes) => (*dtype, bytes),
-            TensorValues::Blocks(kind, bytes) => return kind.read_f32(bytes, start, out),
-            TensorValues::Matrix(matrix) => return matrix.read_f32(start, out),
-        };
-        let size = dtype.bytes();
-        let bytes = &bytes[start * size..(start + out.len()) * size];
-        match dtype {
-            WeightDtype::F32 => {
-                for (out, raw) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
-                    *out = f32::from_le_bytes(*raw);
-                }
-            }
-            WeightDtype::F16 => {
-                for (out, raw) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
-                    *out = f16::from_le_bytes(*raw).to_f32();
-                }
-            }
-            WeightDtype::Bf16 => {
-                for (out, raw) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
-                    *out = bf16::from_le_bytes(*raw).to_f32();
-                }
-            }
-        }
-    }
-
-    /// Stored bytes of the elements `start .. start + len` of a bf16 tensor.
-    ///
-    /// # Panics
-    /// When the tensor is not bf16, or the range is outside it.
-    #[must_use]
-    pub fn bf16_bytes(&self, start: usize, len: usize) -> &[u8] {
-        assert!(start + len <= self.len, "a part of the tensor");
-        let start = self.first + start;
-        match &self.values {
-            TensorValues::Plain(WeightDtype::Bf16, bytes) => &bytes[start * 2..(start + len) * 2],
-            _ => panic!("a bf16 tensor"),
-        }
-    }
-
-    /// The same elements as numbers.
-    ///
-    /// # Panics
-    /// As [`Self::bf16_bytes`].
-    pub fn read_bf16_bits(&self, start: usize, out: &mut [u16]) {
-        let bytes = self.bf16_bytes(start, out.len());
-        for (out, raw) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
-            *out = u16::from_le_bytes(*raw);
-        }
-    }
-}
 
 /// All tensors of a model.
 #[derive(Debug)]
@@ -444,6 +294,8 @@ fn random_tensor(seed: u64, name: &str, shape: &[usize]) -> Tensor<'static> {
     });
     let (center, spread) = match shape {
         [_] => (1.0, 0.1),
+        // Experts by inputs by outputs.
+        [_, inputs, _] => (0.0, (3.0 / *inputs as f32).sqrt()),
         _ => (0.0, (3.0 / shape[shape.len() - 1] as f32).sqrt()),
     };
     let mut bytes = vec![0; count * 2];
@@ -478,6 +330,7 @@ fn random_tensor(seed: u64, name: &str, shape: &[usize]) -> Tensor<'static> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use half::f16;
     use safetensors::tensor::TensorView;
 
     fn write(dir: &std::path::Path, file: &str, tensors: &[(&str, Dtype, Vec<usize>, Vec<u8>)]) {

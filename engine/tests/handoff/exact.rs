@@ -6,9 +6,9 @@
 //! each path: the same requests ─▶ the same answers; each block that is held, by name, has the plain run's digest
 //! ```
 //!
-//! Three families in f32 (the Qwen 2 with its bf16 weights widened). Three with windows, ropes per layer and experts,
-//! with bf16 weights that the engine widens. Four GGUF models, of which three are of further families. Four formats of
-//! quantized matrices. And two models with LoRA adapters, beside other requests without.
+//! Three families in f32 (the Qwen 2 with its bf16 weights widened). Four with windows, ropes per layer, experts and
+//! attention sinks, with bf16 or MXFP4 weights that the engine widens. Four GGUF models, of which three are of further
+//! families. Four formats of quantized matrices. And two models with LoRA adapters, beside other requests without.
 //! `cargo test -p baton-engine --test handoff exact -- --nocapture` prints the table with the number of compared
 //! blocks.
 //!
@@ -24,7 +24,8 @@ use baton_engine::offload::record::{HEADER_BYTES, TierIdentity, header};
 use baton_engine::run::options::Role;
 
 use super::harness::cluster::{
-    GEMMA2_GGUF, GEMMA3, LLAMA, LLAMA_GGUF, MISTRAL, MIXTRAL_GGUF, Node, PHI3_GGUF, QWEN3, QWEN3_MOE, greedy,
+    GEMMA2_GGUF, GEMMA3, GPT_OSS, LLAMA, LLAMA_GGUF, MISTRAL, MIXTRAL_GGUF, Node, PHI3_GGUF, QWEN3,
+    QWEN3_MOE, greedy,
 };
 use super::harness::quantized::Format;
 use super::harness::widened::qwen2_in_f32;
@@ -122,6 +123,11 @@ fn an_adapter_of_every_projection_is_the_same_on_every_path() {
 #[test]
 fn an_adapter_behind_a_model_with_experts_is_the_same_on_every_path() {
     every_path_of("qwen3 with experts and an adapter", &Plain::adapted(QWEN3_MOE, "qwen3moe-attention"));
+}
+
+#[test]
+fn gpt_oss_with_sinks_and_mxfp4_is_the_same_on_every_path() {
+    every_path("gpt-oss", GPT_OSS);
 }
 
 #[test]

@@ -31,7 +31,7 @@ fn facts_of_the_prompt_are_recalled_behind_the_handoff() {
 /// The router learns that these engines want chats of it, and translates.
 #[test]
 fn facts_are_recalled_in_messages_and_responses_behind_the_handoff() {
-    let prompts: Value = serde_json::from_str(include_str!("../../engine/models/demo/prompts.json"))
+    let prompts: Value = serde_json::from_str(include_str!("../../../engine/models/demo/prompts.json"))
         .expect("the file is JSON");
     let cluster = Cluster::new().start();
     let prompts = &prompts.as_array().expect("a list")[..5];

@@ -14,7 +14,7 @@ use baton_connector::transport::{Part, Producer, ReadOrder, Transport, Transport
 use baton_connector::{BlockId, Reader};
 use baton_connector_device::{BATCH_BYTES, ClientOptions, DevicePool, ServerOptions, producer, transport};
 use baton_connector_shm::{ShmServer, listen};
-use baton_engine::compute::cuda::{Accelerator, Device, DeviceChoice};
+use baton_engine::compute::cuda::{Accelerator, Device, DeviceChoice, Element};
 use baton_engine_check::software::SoftwareDevice;
 use clap::Args;
 use serde::Serialize;

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use baton_connector::transport::Producer;
 use baton_connector_nixl::{DevicePool, Library, device_producer, find};
 use baton_connector_tcp::{ServerOptions, TcpServer};
-use baton_engine::compute::cuda::{Accelerator, Device, DeviceChoice, DeviceError};
+use baton_engine::compute::cuda::{Accelerator, Device, DeviceChoice, DeviceError, Element};
 use baton_engine_check::software::SoftwareDevice;
 use clap::Args;
 use serde::Serialize;

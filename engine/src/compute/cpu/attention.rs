@@ -6,7 +6,7 @@
 //! 1. scores: rows against 32 transposed keys at a time with the matrix kernel (a chain over the head's
 //!    elements), up to each row's own position;
 //! 2. softmax over the keys that the row sees: the maximum does not depend on order, the sum runs over 16 lanes
-//!    by the key's distance from the first one;
+//!    by the key's distance from the first one, and a head's attention sink is added last;
 //! 3. values: a chain over key positions from 0, continued from block to block.
 //!
 //! A row's result therefore depends on its sequence only, not on the chunks of its prompt, the units, the block size,
@@ -148,7 +148,7 @@ impl HeadCache<'_> {
 
 /// Shape of a unit's queries.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct QueryShape {
+pub(super) struct QueryShape<'a> {
     pub(super) isa: Isa,
     /// Query heads per KV head.
     pub(super) group: usize,
@@ -156,13 +156,15 @@ pub(super) struct QueryShape {
     pub(super) factor: f32,
     /// Soft cap of multiplied scores.
     pub(super) cap: Option<f32>,
+    /// Attention sinks of the group's heads: logits that join the softmax and have no value.
+    pub(super) sinks: Option<&'a [f32]>,
     /// Keys that a position sees, its own included. `None`: all.
     pub(super) window: Option<usize>,
     /// The unit that multiplies in bfloat16 mode.
     pub(super) bf16: Option<bf16::Bf16Unit>,
 }
 
-impl QueryShape {
+impl QueryShape<'_> {
     /// A position from which on all keys are read that a unit with its first query at `start` sees: a multiple of the
     /// block and of a panel, so that runs are inside blocks.
     fn begin(&self, cache: &HeadCache<'_>, start: usize) -> usize {
@@ -174,21 +176,26 @@ impl QueryShape {
         (start + 1).saturating_sub(window) / step * step
     }
 
-    /// Turns the scores of a row from position 0 on into softmax numerators and returns their sum. The row sees the
-    /// first `visible` keys, with a window only the last of them. Other keys from `begin` on get weight zero, because
-    /// the other rows of a tile multiply them.
-    fn softmax(&self, scores: &mut [f32], begin: usize, visible: usize) -> f32 {
+    /// Turns the scores of a row from position 0 on into softmax numerators and returns their sum. The row is one of
+    /// the `head`th head of the group. It sees the first `visible` keys, with a window only the last of them. Other
+    /// keys from `begin` on get weight zero, because the other rows of a tile multiply them.
+    fn softmax(&self, scores: &mut [f32], begin: usize, visible: usize, head: usize) -> f32 {
         let (seen, later) = scores.split_at_mut(visible);
         later.fill(0.0);
         let first = self.window.map_or(0, |window| visible.saturating_sub(window));
         let (earlier, seen) = seen.split_at_mut(first);
         earlier[begin..].fill(0.0);
-        match self.cap {
-            None => vector::softmax_numerators(self.isa, seen, self.factor),
+        let factor = match self.cap {
+            None => self.factor,
             Some(cap) => {
                 vector::soft_cap(self.isa, seen, self.factor, cap);
-                vector::softmax_numerators(self.isa, seen, 1.0)
+                1.0
             }
+        };
+        match self.sinks {
+            None => vector::softmax_numerators(self.isa, seen, factor),
+            // The factor multiplies scores only.
+            Some(sinks) => vector::softmax_numerators_beside(self.isa, seen, factor, sinks[head] / factor),
         }
     }
 
@@ -238,7 +245,7 @@ impl QueryShape {
             self.scores(cache, begin..context, rows, score_stride, scratch, visible);
             for row in 0..rows {
                 let scores = &mut scratch.scores[row * score_stride..][..context];
-                scratch.sums[row] = self.softmax(scores, begin, visible(row));
+                scratch.sums[row] = self.softmax(scores, begin, visible(row), row % group);
             }
             self.values(cache, begin..context, rows, score_stride, scratch, visible);
         }
@@ -459,5 +466,42 @@ unsafe fn transpose_16(rows: &[*const f32; 16], start: usize, out: *mut f32, str
 fn resize(buffer: &mut Vec<f32>, len: usize) {
     if buffer.len() < len {
         buffer.resize(len, 0.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sink_takes_its_share_of_the_softmax_of_its_head() {
+        let sinks = [-2.0_f32, 0.5, 3.0];
+        for (window, cap) in [(None, None), (Some(5), None), (None, Some(2.0_f32))] {
+            let shape = QueryShape {
+                isa: Isa::detect(),
+                group: 3,
+                factor: 0.3,
+                cap,
+                sinks: Some(&sinks[..]),
+                window,
+                bf16: None,
+            };
+            for (head, sink) in sinks.into_iter().enumerate() {
+                let mut scores: Vec<f32> = (0..20).map(|key| (key * 7 % 11) as f32 - 4.0).collect();
+                let seen = window.map_or(0, |window| 18 - window)..18;
+                let numerator = |score: f32| {
+                    let x = f64::from(score) * f64::from(shape.factor);
+                    cap.map_or(x, |cap| f64::from(cap) * (x / f64::from(cap)).tanh()).exp()
+                };
+                let of_keys: f64 = scores[seen.clone()].iter().map(|score| numerator(*score)).sum();
+                let whole = of_keys + f64::from(sink).exp();
+                let wanted: Vec<f64> = scores.iter().map(|score| numerator(*score) / whole).collect();
+                let sum = f64::from(shape.softmax(&mut scores, 0, 18, head));
+                for (key, (score, wanted)) in scores.into_iter().zip(wanted).enumerate() {
+                    let wanted = if seen.contains(&key) { wanted } else { 0.0 };
+                    assert!((f64::from(score) / sum - wanted).abs() < 1e-6, "head {head}, key {key}");
+                }
+            }
+        }
     }
 }

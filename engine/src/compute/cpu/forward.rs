@@ -289,7 +289,9 @@ impl Step<'_> {
             };
             match &layer.mlp {
                 CpuMlp::Dense(dense) => self.dense(worker, scratch, index, dense, norms),
-                CpuMlp::Experts { router, experts } => self.experts(worker, scratch, router, experts, norms),
+                CpuMlp::Experts { router, router_bias, experts } => {
+                    self.experts(worker, scratch, (router, router_bias.as_deref()), experts, norms);
+                }
             }
         }
         self.hidden_states(worker);
@@ -406,11 +408,13 @@ impl Step<'_> {
     fn attend(&self, worker: &Worker<'_>, scratch: &mut WorkerScratch, layer: usize) {
         let config = &self.network.config;
         let (dim, group) = (config.head_dim, config.heads / config.kv_heads);
+        let sinks = self.network.layers[layer].sinks.as_deref();
         let shape = QueryShape {
             isa: self.isa,
             group,
             factor: config.attention.factor,
             cap: config.attention.cap,
+            sinks: None,
             window: config.attention.window(layer),
             bf16: self.network.bf16,
         };
@@ -424,6 +428,7 @@ impl Step<'_> {
                 unsafe { rows.base.at((first_row + i) * rows.stride + column + g * dim) }
             };
             let attended = self.rows.attended.wide;
+            let shape = QueryShape { sinks: sinks.map(|all| &all[unit.kv_head * group..][..group]), ..shape };
             // SAFETY: all keys and values up to this unit's last position were written in earlier steps or in the phase
             // before; rows and heads of a unit belong to it alone.
             unsafe {

@@ -10,7 +10,7 @@ use super::thread_pool::{JobPanicked, ThreadPool};
 use crate::model::ModelError;
 use crate::model::config::{ModelConfig, Rope};
 use crate::model::lora::LoraAdapter;
-use crate::model::tensors::{DenseTensors, MlpTensors, TensorRows};
+use crate::model::tensors::{DenseTensors, ExpertOutputs, FusedExperts, MlpTensors, TensorRows};
 use crate::model::weights::{Tensor, WeightDtype, Weights, parameter_count};
 
 /// A loaded model.
@@ -50,6 +50,8 @@ pub(super) struct CpuLayer {
     pub(super) qkv_bias: Option<Vec<f32>>,
     /// Weights of the norms of each head of q and of k.
     pub(super) qk_norm: Option<(Vec<f32>, Vec<f32>)>,
+    /// Attention sinks of the heads of q.
+    pub(super) sinks: Option<Vec<f32>>,
     /// The rope's index.
     pub(super) rope: usize,
     pub(super) output: Matrix,
@@ -66,7 +68,7 @@ pub(super) struct CpuLayer {
 #[derive(Debug)]
 pub(super) enum CpuMlp {
     Dense(CpuDense),
-    Experts { router: Matrix, experts: Vec<CpuDense> },
+    Experts { router: Matrix, router_bias: Option<Vec<f32>>, experts: Vec<CpuDense> },
 }
 
 /// One feed-forward network.
@@ -162,7 +164,7 @@ impl CpuNetwork {
         let layer = |layer: &CpuLayer| {
             let mlp = match &layer.mlp {
                 CpuMlp::Dense(dense) => dense.bytes(),
-                CpuMlp::Experts { router, experts } => {
+                CpuMlp::Experts { router, experts, .. } => {
                     router.bytes() + experts.iter().take(per_token).map(CpuDense::bytes).sum::<usize>()
                 }
             };
@@ -200,6 +202,7 @@ impl CpuLoader<'_> {
             qkv: self.matrix(&names.qkv, hidden)?,
             qkv_bias,
             qk_norm,
+            sinks: self.optional(names.sinks.as_ref(), config.heads)?,
             rope: usize::from(has_window && config.attention.local_rope.is_some()),
             output: self.whole_matrix(&names.output, hidden, config.query_width())?,
             output_bias: self.optional(names.output_bias.as_ref(), hidden)?,
@@ -209,11 +212,13 @@ impl CpuLoader<'_> {
                 MlpTensors::Dense(dense) => CpuMlp::Dense(self.dense(dense, hidden)?),
                 MlpTensors::Experts { router, experts } => CpuMlp::Experts {
                     router: self.router(router, experts.len(), hidden)?,
+                    router_bias: None,
                     experts: experts
                         .iter()
                         .map(|expert| self.dense(expert, hidden))
                         .collect::<Result<Vec<_>, _>>()?,
                 },
+                MlpTensors::Fused(fused) => self.fused(fused, hidden)?,
             },
             mlp_post_norm: self.optional_norm(names.mlp_post_norm.as_ref(), hidden)?,
         })
@@ -234,6 +239,52 @@ impl CpuLoader<'_> {
             down: self.whole_matrix(&names.down, hidden, names.intermediate)?,
             down_bias: self.optional(names.down_bias.as_ref(), hidden)?,
         })
+    }
+
+    /// Experts whose projections share tensors.
+    fn fused(&mut self, names: &FusedExperts, hidden: usize) -> Result<CpuMlp, ModelError> {
+        let (weights, count, width) = (self.weights, names.count, names.intermediate);
+        let gate_up = weights.tensor(&names.gate_up, &[count, hidden, 2 * width])?;
+        let gate_up_bias = weights.tensor(&names.gate_up_bias, &[count, 2 * width])?;
+        let down = weights.tensor(&names.down, &[count, width, hidden])?;
+        let down_bias = weights.tensor(&names.down_bias, &[count, hidden])?;
+        let bias = |tensor: &Tensor<'_>, part: ExpertOutputs| {
+            let mut values = vec![0.0; part.count()];
+            tensor.of_expert(&ExpertOutputs { inputs: 1, ..part }).read_f32(0, &mut values);
+            values
+        };
+        let mut experts = Vec::with_capacity(count);
+        for expert in 0..count {
+            let [gate, up] = [0, 1].map(|first| ExpertOutputs {
+                expert,
+                inputs: hidden,
+                outputs: 2 * width,
+                first,
+                step: 2,
+            });
+            let out = ExpertOutputs { expert, inputs: width, outputs: hidden, first: 0, step: 1 };
+            experts.push(CpuDense {
+                gate: self.expert(&names.gate_up, &gate_up, &gate)?,
+                up: self.expert(&names.gate_up, &gate_up, &up)?,
+                gate_up_bias: Some((bias(&gate_up_bias, gate), bias(&gate_up_bias, up))),
+                down: self.expert(&names.down, &down, &out)?,
+                down_bias: Some(bias(&down_bias, out)),
+            });
+        }
+        let read = [&gate_up, &gate_up_bias, &down, &down_bias];
+        self.count(read.iter().map(|tensor| tensor.bytes()).sum());
+        let router = self.router(&names.router, count, hidden)?;
+        Ok(CpuMlp::Experts { router, router_bias: Some(self.vector(&names.router_bias, count)?), experts })
+    }
+
+    /// One matrix of an expert.
+    fn expert(
+        &mut self,
+        name: &str,
+        tensor: &Tensor<'_>,
+        part: &ExpertOutputs,
+    ) -> Result<Matrix, ModelError> {
+        self.pack(name, &[(tensor.of_expert(part), part.count())], part.inputs)
     }
 
     /// The matrix of a router. It is small and decides which experts compute a row, so it is not quantized.
@@ -297,11 +348,21 @@ impl CpuLoader<'_> {
             tensors.push((tensor.into_part(first * inputs, count * inputs), *count));
         }
         let bytes = tensors.iter().map(|(tensor, _)| tensor.bytes()).sum();
-        let packed = Matrix::pack(self.threads, &mut self.arena, &tensors, inputs, self.mode, self.unit);
+        let packed = self.pack(&parts[0].name, &tensors, inputs);
         self.count(bytes);
+        packed
+    }
+
+    fn pack(
+        &mut self,
+        name: &str,
+        tensors: &[(Tensor<'_>, usize)],
+        inputs: usize,
+    ) -> Result<Matrix, ModelError> {
+        let packed = Matrix::pack(self.threads, &mut self.arena, tensors, inputs, self.mode, self.unit);
         // A read beyond a mapped file's end raises a signal, not a panic. This error is a damaged header that passed
         // the checks.
-        packed.map_err(|JobPanicked(what)| ModelError::Malformed { file: parts[0].name.clone(), what })
+        packed.map_err(|JobPanicked(what)| ModelError::Malformed { file: name.to_owned(), what })
     }
 
     fn embedding(&mut self, tensor: &Tensor<'_>, len: usize) -> Embedding {

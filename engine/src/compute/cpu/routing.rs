@@ -234,6 +234,19 @@ mod tests {
     }
 
     #[test]
+    fn normalized_weights_are_a_softmax_over_the_chosen_experts() {
+        let sizes = RoutingSizes { rows: 1, per_token: 2, experts: 4, align: 1 };
+        let numerators = [0.3_f32, 2.0, -1.0, 1.2].map(|logit| (logit - 2.0).exp());
+        let (numbers, weights, _) = routed(sizes, &[&numerators[..]], true);
+        assert_eq!(numbers[..2], [1, 3]);
+        let first = 1.0 / (1.0 + (-0.8_f32).exp());
+        assert!(
+            (weights[0] - first).abs() < 1e-6 && (weights[1] - (1.0 - first)).abs() < 1e-6,
+            "{weights:?}"
+        );
+    }
+
+    #[test]
     fn rows_without_numbers_have_experts_too() {
         let sizes = RoutingSizes { rows: 1, per_token: 2, experts: 3, align: 1 };
         let (numbers, _, runs) = routed(sizes, &[&[f32::NAN; 3]], true);

@@ -48,6 +48,7 @@ fn unlike_llama() -> Vec<(&'static str, ModelConfig)> {
                 "mlp_only_layers": [1]"#,
         ),
         of("Mixtral", r#", "num_local_experts": 4, "num_experts_per_tok": 2"#),
+        of("GptOss", r#", "sliding_window": 11, "num_local_experts": 4, "num_experts_per_tok": 3"#),
     ]
 }
 

@@ -68,6 +68,34 @@ fn add_lanes(mut lanes: [f32; LANES]) -> f32 {
     lanes[0]
 }
 
+/// Turns scores into `exp(factor * (score - max))`, where the maximum is at least `floor`. Returns the sum of these,
+/// and the maximum.
+#[inline(always)]
+fn numerators(scores: &mut [f32], factor: f32, floor: f32) -> (f32, f32) {
+    let mut highest = [f32::NEG_INFINITY; LANES];
+    let (chunks, rest) = scores.as_chunks::<LANES>();
+    for chunk in chunks {
+        for (highest, score) in highest.iter_mut().zip(chunk) {
+            *highest = if *score > *highest { *score } else { *highest };
+        }
+    }
+    // The largest value does not depend on the order, so any reduction is correct.
+    let highest = highest.iter().chain(rest).fold(floor, |a, b| a.max(*b));
+    let mut lanes = [0.0; LANES];
+    let (chunks, rest) = scores.as_chunks_mut::<LANES>();
+    for chunk in chunks {
+        for (lane, score) in lanes.iter_mut().zip(chunk) {
+            *score = exp((*score - highest) * factor);
+            *lane += *score;
+        }
+    }
+    for (lane, score) in lanes.iter_mut().zip(rest) {
+        *score = exp((*score - highest) * factor);
+        *lane += *score;
+    }
+    (add_lanes(lanes), highest)
+}
+
 /// Sum of squares.
 #[inline(always)]
 fn sum_of_squares(x: &[f32]) -> f32 {
@@ -150,6 +178,17 @@ for_each_isa! {
 }
 
 for_each_isa! {
+    /// `gate = gate * sigmoid(1.702 * gate) * (up + 1)`, of gates up to the limit and ups within it.
+    pub(super) fn swiglu_mul(gate: &mut [f32], up: &[f32], limit: f32) {
+        for (gate, up) in gate.iter_mut().zip(up) {
+            // NaN stays NaN.
+            let x = if *gate > limit { limit } else { *gate };
+            *gate = x / (1.0 + exp(-1.702 * x)) * (up.clamp(-limit, limit) + 1.0);
+        }
+    }
+}
+
+for_each_isa! {
     /// `x = cap * tanh(factor * x / cap)`.
     pub(super) fn soft_cap(x: &mut [f32], factor: f32, cap: f32) {
         for x in x {
@@ -221,28 +260,15 @@ for_each_isa! {
 for_each_isa! {
     /// Turns scores into `exp(factor * (score - max))` and returns the sum of these.
     pub(super) fn softmax_numerators(scores: &mut [f32], factor: f32) -> f32 {
-        let mut highest = [f32::NEG_INFINITY; LANES];
-        let (chunks, rest) = scores.as_chunks::<LANES>();
-        for chunk in chunks {
-            for (highest, score) in highest.iter_mut().zip(chunk) {
-                *highest = if *score > *highest { *score } else { *highest };
-            }
-        }
-        // The largest value does not depend on the order, so any reduction is correct.
-        let highest = highest.iter().chain(rest).fold(f32::NEG_INFINITY, |a, b| a.max(*b));
-        let mut lanes = [0.0; LANES];
-        let (chunks, rest) = scores.as_chunks_mut::<LANES>();
-        for chunk in chunks {
-            for (lane, score) in lanes.iter_mut().zip(chunk) {
-                *score = exp((*score - highest) * factor);
-                *lane += *score;
-            }
-        }
-        for (lane, score) in lanes.iter_mut().zip(rest) {
-            *score = exp((*score - highest) * factor);
-            *lane += *score;
-        }
-        add_lanes(lanes)
+        numerators(scores, factor, f32::NEG_INFINITY).0
+    }
+}
+
+for_each_isa! {
+    /// As [`softmax_numerators`] with one more score, whose numerator is the last one that is added to the sum.
+    pub(super) fn softmax_numerators_beside(scores: &mut [f32], factor: f32, sink: f32) -> f32 {
+        let (sum, highest) = numerators(scores, factor, sink);
+        sum + exp((sink - highest) * factor)
     }
 }
 
@@ -311,13 +337,58 @@ mod tests {
                     soft_cap(isa, &mut capped, 0.7, 3.0);
                     add_scaled(isa, &mut capped, &gelu, 0.3);
                     scale(isa, &mut capped, 1.7);
+                    let (mut swiglu, mut beside) = (x.clone(), x.clone());
+                    swiglu_mul(isa, &mut swiglu, &y, 2.5);
+                    let sum_beside = softmax_numerators_beside(isa, &mut beside, 0.125, 1.5);
+                    swiglu.append(&mut beside);
                     let bits = |v: &[f32]| v.iter().map(|f| f.to_bits()).collect::<Vec<_>>();
-                    let sums = [sum, dot(isa, &x, &y), dot_rounded(isa, &x, &y)].map(f32::to_bits);
-                    (bits(&norm), bits(&act), bits(&soft), bits(&capped), sums)
+                    let sums =
+                        [sum, sum_beside, dot(isa, &x, &y), dot_rounded(isa, &x, &y)].map(f32::to_bits);
+                    (bits(&norm), bits(&act), bits(&soft), bits(&capped), bits(&swiglu), sums)
                 })
                 .collect();
             assert!(all.iter().all(|one| *one == all[0]), "length {len}");
         }
+    }
+
+    #[test]
+    fn a_sink_is_one_more_score_of_the_softmax() {
+        // Below, between and above the others, and so far above that nothing is left of them.
+        for sink in [-1000.0, -7.0, 0.3, 20.0, 1000.0] {
+            let mut beside = ramp(37);
+            let mut with = [ramp(37), vec![sink]].concat();
+            let sums = [
+                softmax_numerators_beside(Isa::detect(), &mut beside, 0.5, sink),
+                softmax_numerators(Isa::detect(), &mut with, 0.5),
+            ];
+            assert_eq!(beside, with[..37], "sink {sink}");
+            assert!((sums[0] - sums[1]).abs() <= 2e-6 * sums[1], "sink {sink}: {sums:?}");
+            let exact: f64 = ramp(37).iter().map(|score| (f64::from(*score - sink) * 0.5).exp()).sum();
+            let share: f64 = beside.iter().map(|score| f64::from(*score) / f64::from(sums[0])).sum();
+            assert!((share - exact / (exact + 1.0)).abs() < 1e-6, "sink {sink}");
+        }
+    }
+
+    #[test]
+    fn clamped_swiglu_has_the_values_of_its_formula() {
+        for i in -1200..1200 {
+            let (gate, up) = (i as f32 / 100.0, (i * 37 % 1001) as f32 / 50.0);
+            let mut out = [gate];
+            swiglu_mul(Isa::Portable, &mut out, &[up], 7.0);
+            let (x, y) = (f64::from(gate).min(7.0), f64::from(up).clamp(-7.0, 7.0));
+            let exact = x / (1.0 + (-1.702 * x).exp()) * (y + 1.0);
+            assert!((f64::from(out[0]) - exact).abs() <= 3e-6 * exact.abs().max(1e-3), "{gate}, {up}");
+        }
+        let of = |gate: f32, up: f32| {
+            let mut out = [gate];
+            swiglu_mul(Isa::detect(), &mut out, &[up], 7.0);
+            out[0]
+        };
+        assert_eq!(of(1e9, 1e9), of(7.0, 7.0));
+        assert_eq!(of(2.0, -1e9), of(2.0, -7.0));
+        // A gate has no lower limit.
+        assert_ne!(of(-8.0, 0.5), of(-7.0, 0.5));
+        assert!(of(f32::NAN, 1.0).is_nan() && of(1.0, f32::NAN).is_nan());
     }
 
     #[test]

@@ -374,6 +374,7 @@ fn activation_arg(activation: Activation) -> Option<KernelArg> {
     match activation {
         Activation::Silu => None,
         Activation::GeluTanh => Some(n(1)),
+        Activation::SwigluOai => unreachable!("`supported` refuses the only family with clamped gates"),
     }
 }
 

@@ -202,6 +202,9 @@ impl<'a> CudaLoader<'a> {
                 MlpTensors::Experts { router, experts } => {
                     CudaMlp::Experts(self.experts(router, experts, hidden)?)
                 }
+                MlpTensors::Fused(_) => {
+                    unreachable!("`supported` refuses the only family with fused experts")
+                }
             },
             mlp_post_norm: self.optional_norm(names.mlp_post_norm.as_deref(), hidden)?,
         })

@@ -13,10 +13,13 @@ const ROW_PIECE: usize = 8;
 /// The first feature that they do not compute.
 pub(super) fn computed(config: &ModelConfig, element: Element) -> Result<(), String> {
     kernels::supported(element, config.head_dim)?;
-    let Some(experts) = &config.mlp.experts else { return Ok(()) };
     let refused = |what: String| {
         Err(format!("{} has {what}, which only --device cpu computes", config.spec.architecture))
     };
+    if config.spec.scales.sinks.is_some() {
+        return refused("attention sinks".to_owned());
+    }
+    let Some(experts) = &config.mlp.experts else { return Ok(()) };
     if experts.count > EXPERTS_MAX || experts.per_token > CHOSEN_MAX {
         return refused(format!("{} experts, {} of them for a token", experts.count, experts.per_token));
     }
@@ -53,6 +56,7 @@ mod tests {
             ("LlamaForCausalLM", json!({"head_dim": 258}), Element::F32, "head_dim 258"),
             ("LlamaForCausalLM", json!({"head_dim": 24}), bf16, "head_dim 24"),
             ("Gemma2ForCausalLM", json!({"head_dim": 272}), bf16, "head_dim 272"),
+            ("GptOssForCausalLM", json!({}), bf16, "attention sinks"),
             ("MixtralForCausalLM", json!({"intermediate_size": 100}), bf16, "experts of width 100"),
             ("Qwen3MoeForCausalLM", json!({"moe_intermediate_size": 4}), bf16, "experts of width 4"),
         ] {

@@ -209,6 +209,8 @@ mod tests {
             ("Phi3ForCausalLM", json!({"sliding_window": 9}), [9; 6]),
             ("Gemma2ForCausalLM", json!({"sliding_window": 9}), [9, 0, 9, 0, 9, 0]),
             ("Gemma3ForCausalLM", json!({"sliding_window": 9}), [9, 9, 9, 9, 9, 0]),
+            ("GptOssForCausalLM", json!({}), [128, 0, 128, 0, 128, 0]),
+            ("GptOssForCausalLM", json!({"sliding_window": null}), [0; 6]),
             (
                 "Gemma3ForCausalLM",
                 json!({"sliding_window": 9, "sliding_window_pattern": 3}),
@@ -380,6 +382,22 @@ mod tests {
         assert_eq!(of(Some(8192), Some(4096)), (4096.0, factor));
         assert_eq!(of(Some(8192), None).0, 8192.0);
         assert_eq!(of(None, None), (4096.0, factor));
+    }
+
+    #[test]
+    fn gpt_oss_stretches_its_rope_as_its_checkpoints_say_without_a_description_too() {
+        // As in openai/gpt-oss-20b.
+        let released = json!({"attention_bias": true, "max_position_embeddings": 131_072, "rope_theta": 150_000,
+            "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
+                "original_max_position_embeddings": 4096, "truncate": false}});
+        let config = parse("GptOssForCausalLM", &released).expect("sound");
+        assert_eq!(parse("GptOssForCausalLM", &json!({})).expect("sound"), config);
+        assert!(config.biases.qkv && config.biases.output && !config.biases.mlp);
+        assert_eq!((config.attention.rope.theta, config.max_positions), (150_000.0, 131_072));
+        let plain = json!({"attention_bias": false, "rope_parameters": {"rope_theta": 10_000.0}});
+        let plain = parse("GptOssForCausalLM", &plain).expect("sound");
+        assert_eq!(plain.attention.rope.scaling, RopeScaling::None);
+        assert!(!plain.biases.qkv && !plain.biases.output);
     }
 
     #[test]

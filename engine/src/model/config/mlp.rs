@@ -9,12 +9,16 @@ use crate::model::spec::{Activation, ExpertRule, FlagRule, ModelSpec};
 const MAX_EXPERTS: usize = 1024;
 /// Most experts of a token. Released checkpoints have at most 22.
 const MAX_EXPERTS_PER_TOKEN: usize = 64;
+/// Limit of clamped activations if `swiglu_limit` is absent. `transformers` knows no other.
+const SWIGLU_LIMIT: f64 = 7.0;
 
 /// Feed-forward layers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MlpConfig {
     /// Their activation.
     pub activation: Activation,
+    /// The limit of [`Activation::SwigluOai`]; infinite for the others.
+    pub limit: f32,
     /// Their experts.
     pub experts: Option<ExpertConfig>,
 }
@@ -43,13 +47,21 @@ impl MlpConfig {
         layers: usize,
     ) -> Result<Self, ModelError> {
         let name = spec.activation.field;
-        let activation = match fields.text(name)? {
-            None => spec.activation.default,
-            Some("silu" | "swish") => Activation::Silu,
-            Some("gelu_pytorch_tanh") => Activation::GeluTanh,
-            Some(other) => {
+        let activation = match (fields.text(name)?, spec.activation.default) {
+            (None, default) => default,
+            (Some("silu" | "swish"), Activation::SwigluOai) => Activation::SwigluOai,
+            (Some(other), Activation::SwigluOai) => {
+                return Err(fields.unsupported(&format!("{name} {other} of this family"), "silu"));
+            }
+            (Some("silu" | "swish"), _) => Activation::Silu,
+            (Some("gelu_pytorch_tanh"), _) => Activation::GeluTanh,
+            (Some(other), _) => {
                 return Err(fields.unsupported(&format!("{name} {other}"), "silu, gelu_pytorch_tanh"));
             }
+        };
+        let limit = match activation {
+            Activation::SwigluOai => fields.positive("swiglu_limit")?.unwrap_or(SWIGLU_LIMIT) as f32,
+            Activation::Silu | Activation::GeluTanh => f32::INFINITY,
         };
         let experts = spec.experts.map(|rule| ExpertConfig::parse(fields, rule, layers)).transpose()?;
         if experts.is_none() {
@@ -59,7 +71,7 @@ impl MlpConfig {
                 }
             }
         }
-        Ok(Self { activation, experts })
+        Ok(Self { activation, limit, experts })
     }
 }
 
@@ -117,6 +129,7 @@ impl JsonFields<'_> {
             FlagRule::Never => Ok(false),
             FlagRule::Always => Ok(true),
             FlagRule::Field(name) => Ok(self.flag(name)?.unwrap_or(false)),
+            FlagRule::Unless(name) => Ok(self.flag(name)?.unwrap_or(true)),
         }
     }
 }
@@ -182,5 +195,32 @@ mod tests {
         assert_eq!(of("Gemma2ForCausalLM", json!({"hidden_act": "silu"})), Activation::GeluTanh);
         let error = parse("Gemma2ForCausalLM", &json!({"hidden_activation": "gelu"})).unwrap_err();
         assert!(error.to_string().contains("hidden_activation gelu"), "{error}");
+    }
+
+    #[test]
+    fn gpt_oss_calls_its_clamped_activation_silu() {
+        let of = |changes: Value| parse("GptOssForCausalLM", &changes).map(|config| config.mlp);
+        for (changes, limit) in [
+            (json!({}), 7.0),
+            (json!({"hidden_act": "silu", "swiglu_limit": 7.0}), 7.0),
+            (json!({"swiglu_limit": 2}), 2.0),
+        ] {
+            let mlp = of(changes).expect("a sound configuration");
+            assert_eq!((mlp.activation, mlp.limit), (Activation::SwigluOai, limit));
+            let experts = mlp.experts.expect("experts");
+            assert_eq!((experts.count, experts.per_token, experts.intermediate), (128, 4, 96));
+            assert!(experts.normalized && !experts.dense.contains(&true));
+        }
+        for (changes, words) in [
+            (json!({"swiglu_limit": 0}), "swiglu_limit 0"),
+            (json!({"swiglu_limit": "high"}), "swiglu_limit"),
+            (json!({"hidden_act": "gelu_pytorch_tanh"}), "hidden_act gelu_pytorch_tanh"),
+        ] {
+            let error = of(changes).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+        }
+        // Of another family the field has no meaning.
+        let llama = parse("LlamaForCausalLM", &json!({"swiglu_limit": 7.0})).expect("sound");
+        assert_eq!(llama.mlp.limit, f32::INFINITY);
     }
 }

@@ -131,7 +131,7 @@ impl Rope {
     ) -> Result<Self, ModelError> {
         let theta = base(fields, "rope_theta", theta)?;
         let scaling = match scaling {
-            None => RopeScaling::None,
+            None => RopeScaling::of_family(rule),
             Some(scaling) if rule.stretch == RopeStretch::Long => {
                 RopeScaling::parse_long(scaling, config, max_positions)?
             }
@@ -188,7 +188,8 @@ impl Rope {
                         if low == high {
                             high += 0.001;
                         }
-                        let ramp = (((pair as f64 - low) / (high - low)) as f32).clamp(0.0, 1.0);
+                        // Each operation is rounded, which shows if the ends are no whole numbers.
+                        let ramp = ((pair as f32 - low as f32) / (high - low) as f32).clamp(0.0, 1.0);
                         let kept = 1.0 - ramp;
                         1.0 / (factor as f32 * wavelength) * (1.0 - kept) + frequency * kept
                     }
@@ -272,6 +273,20 @@ fn divisors(fields: &JsonFields<'_>, name: &str) -> Result<Vec<f32>, ModelError>
 }
 
 impl RopeScaling {
+    /// The scaling of a checkpoint that does not describe one.
+    fn of_family(rule: &RopeRule) -> Self {
+        let RopeStretch::Yarn { factor, original_positions } = rule.stretch else { return Self::None };
+        let factor = f64::from(factor);
+        Self::Yarn {
+            factor,
+            attention_factor: 0.1 * factor.ln() + 1.0,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            original_positions: f64::from(original_positions),
+            truncate: false,
+        }
+    }
+
     /// The scaling of Phi-3, which has several names. The original context is a field of `config`, which wins as in
     /// transformers, or of `fields`.
     fn parse_long(
@@ -420,6 +435,22 @@ mod tests {
         let wrong = JsonFields::parse("config.json", text).unwrap();
         let error = RopeScaling::parse_long(&wrong, &config, 256).unwrap_err();
         assert!(error.to_string().contains("short_factor"), "{error}");
+    }
+
+    #[test]
+    fn a_ramp_between_whole_dimensions_is_rounded_as_in_transformers() {
+        let scaling = RopeScaling::Yarn {
+            factor: 8.0,
+            attention_factor: 1.0,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            original_positions: 40.0,
+            truncate: false,
+        };
+        let frequencies = Rope { theta: 150_000.0, scaling }.frequencies(32);
+        // Bits that transformers computes.
+        let bits = [1, 2, 9, 12].map(|pair| frequencies[pair].to_bits());
+        assert_eq!(bits, [1_050_508_692, 1_032_358_028, 958_442_950, 931_762_828]);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The places of a file's tensors in the model, by the names of its family.
 
-use crate::model::spec::{FlagRule, LAYERS, ModelSpec};
+use crate::model::spec::{ExpertParts, FlagRule, LAYERS, ModelSpec};
 
 /// What the converter of llama.cpp has changed in a tensor.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -55,9 +55,10 @@ impl TensorPlace {
         let prefix = format!("{LAYERS}.{layer}");
         if let Some(kind) = part.strip_suffix("_exps.weight") {
             let rule = spec.experts.as_ref()?;
+            let ExpertParts::Apart(parts) = rule.parts else { return None };
             let at = ["ffn_gate", "ffn_up", "ffn_down"].iter().position(|known| *known == kind)?;
             let name = format!("{prefix}.{}", rule.prefix);
-            return Some(Self { name, part: PartPlace::Experts { matrix: rule.parts[at] } });
+            return Some(Self { name, part: PartPlace::Experts { matrix: parts[at] } });
         }
         let (stem, suffix) = part.rsplit_once('.')?;
         let is_bias = match suffix {

@@ -9,17 +9,19 @@
 mod fp8;
 pub(in crate::model) mod ggml;
 mod int4;
+mod mxfp4;
 
 use safetensors::Dtype;
 use serde_json::{Map, Value, json};
 
 use self::fp8::Fp8Matrix;
 use self::int4::{Int4Layout, Int4Matrix};
+use self::mxfp4::Mxfp4Matrix;
 use super::ModelError;
 
 /// Formats that are read, for refusals.
 pub(in crate::model) const SUPPORTED: &str =
-    "gptq and awq with 4 bits, fp8, compressed-tensors with 4-bit integers or 8-bit floats, GGUF files";
+    "4-bit gptq and awq, fp8, mxfp4, compressed-tensors with 4-bit integers or 8-bit floats, GGUF files";
 /// Largest group or block side. Released checkpoints have 128.
 const MAX_GROUP: u64 = 1 << 20;
 
@@ -37,6 +39,8 @@ pub(in crate::model) enum QuantScheme {
         /// Inputs of a group.
         group: Option<usize>,
     },
+    /// 4-bit floats in blocks with a power of two each, of all experts together.
+    Mxfp4,
 }
 
 /// A tensor of a file: element type, shape and bytes.
@@ -49,6 +53,8 @@ pub(in crate::model) enum QuantizedMatrix<'a> {
     Fp8(Fp8Matrix<'a>),
     /// 4-bit integers.
     Int4(Int4Matrix<'a>),
+    /// 4-bit floats of all experts.
+    Mxfp4(Mxfp4Matrix<'a>),
 }
 
 impl QuantScheme {
@@ -80,6 +86,8 @@ impl QuantScheme {
             "awq" => awq(config),
             "fp8" => fp8(config),
             "compressed-tensors" => compressed(config),
+            // Matrices with blocks have the format, whatever the lists of modules say.
+            "mxfp4" => Ok(Self::Mxfp4),
             _ => return Err(format!("quantization_config ({method})")),
         };
         parsed.map_err(|what| format!("quantization_config ({method}) with {what}"))
@@ -95,11 +103,14 @@ impl QuantScheme {
         shape: &[usize],
         part: &dyn Fn(&str) -> Option<TensorPart<'a>>,
     ) -> Option<Result<QuantizedMatrix<'a>, String>> {
+        if self == Self::Mxfp4 {
+            return Mxfp4Matrix::find(name, shape, part).map(|found| found.map(QuantizedMatrix::Mxfp4));
+        }
         let (prefix, [rows, columns]) = (name.strip_suffix("weight")?, shape) else { return None };
         let size = (*rows, *columns);
         let found = part(name);
         match self {
-            Self::None => None,
+            Self::None | Self::Mxfp4 => None,
             Self::Fp8 => {
                 let (_, found, bytes) = found.filter(|(dtype, ..)| *dtype == Dtype::F8_E4M3)?;
                 if found != shape {
@@ -126,6 +137,7 @@ impl QuantizedMatrix<'_> {
         match self {
             Self::Fp8(matrix) => matrix.bytes(),
             Self::Int4(matrix) => matrix.bytes(),
+            Self::Mxfp4(matrix) => matrix.bytes(),
         }
     }
 
@@ -137,6 +149,7 @@ impl QuantizedMatrix<'_> {
         match self {
             Self::Fp8(matrix) => matrix.read_f32(start, out),
             Self::Int4(matrix) => matrix.read_f32(start, out),
+            Self::Mxfp4(matrix) => matrix.read_f32(start, out),
         }
     }
 }

@@ -41,6 +41,8 @@ pub(crate) const MISTRAL: &str = "mistral-bf16";
 pub(crate) const GEMMA3: &str = "gemma3-bf16";
 /// A Qwen 3 with experts in two of three layers, in bf16.
 pub(crate) const QWEN3_MOE: &str = "qwen3moe-bf16";
+/// A gpt-oss with attention sinks, and windows in every second layer, with experts in MXFP4.
+pub(crate) const GPT_OSS: &str = "gpt-oss-mxfp4";
 
 /// All blocks must be free within this time after the last request.
 const FREED_WITHIN: Duration = Duration::from_secs(20);

@@ -41,7 +41,7 @@ impl Default for PairScratch {
     }
 }
 
-impl QueryShape {
+impl QueryShape<'_> {
     /// As [`QueryShape::attend`].
     ///
     /// # Safety
@@ -134,7 +134,7 @@ impl QueryShape {
             scores(cache, begin..context, rows, queries, &mut scratch.scores, stride);
             for (row, weights) in weights.chunks_exact_mut(padded_context).take(rows).enumerate() {
                 let scores = &mut scratch.scores[row * stride..][..padded_context];
-                scratch.sums[row] = self.softmax(scores, begin, context);
+                scratch.sums[row] = self.softmax(scores, begin, context, row);
                 bf16::round_rows(self.isa, ORDER, scores, padded_context, weights);
             }
             values(cache, begin..context, rows, weights, padded_context, &mut scratch.outputs, dim);
@@ -172,7 +172,7 @@ impl super::AttentionScratch {
 
 /// The passes of one unit in this mode.
 struct PairAttention<'a> {
-    shape: &'a QueryShape,
+    shape: &'a QueryShape<'a>,
     unit: bf16::Bf16Unit,
     cache: &'a HeadCache<'a>,
     /// Position of the first query.
@@ -270,7 +270,7 @@ impl PairAttention<'_> {
             // SAFETY: the caller's contract.
             unsafe {
                 let scores = std::slice::from_raw_parts_mut(base.at(row * stride), padded_context);
-                *sum = self.shape.softmax(scores, self.begin, self.visible(row));
+                *sum = self.shape.softmax(scores, self.begin, self.visible(row), row % self.shape.group);
                 self.weights.finish(isa, row, self.begin, &mut scores[self.begin..]);
             }
         }

@@ -40,11 +40,12 @@ impl Step<'_> {
         self.project(worker, scratch, down);
     }
 
-    /// `gate = activation(gate) * up`.
+    /// `gate = activation(gate) * up`, or what the activation makes of both.
     fn activate(&self, gate: &mut [f32], up: &[f32]) {
         match self.network.config.mlp.activation {
             Activation::Silu => vector::silu_mul(self.isa, gate, up),
             Activation::GeluTanh => vector::gelu_mul(self.isa, gate, up),
+            Activation::SwigluOai => vector::swiglu_mul(self.isa, gate, up, self.network.config.mlp.limit),
         }
     }
 
@@ -126,13 +127,13 @@ impl Step<'_> {
         &self,
         worker: &Worker<'_>,
         scratch: &mut WorkerScratch,
-        router: &Matrix,
+        (router, bias): (&Matrix, Option<&[f32]>),
         experts: &[CpuDense],
         norms: AddNorms<'_>,
     ) {
         let logits = self.rows.experts.logits;
         self.product(worker, scratch, router, self.rows.normed, logits, logits.stride);
-        self.route(worker, experts.len());
+        self.route(worker, experts.len(), bias);
         self.gather(worker);
         self.experts_gate_up(worker, scratch, experts);
         self.experts_down(worker, scratch, experts);
@@ -140,13 +141,16 @@ impl Step<'_> {
     }
 
     /// Chooses the experts of each row, and then gives each expert its rows.
-    fn route(&self, worker: &Worker<'_>, experts: usize) {
+    fn route(&self, worker: &Worker<'_>, experts: usize, bias: Option<&[f32]>) {
         let rows = self.rows.experts;
         let normalized = self.network.config.mlp.experts.as_ref().is_some_and(|experts| experts.normalized);
         worker.each(self.plan.rows.len(), |index| {
             // SAFETY: each row is claimed by one worker.
             unsafe {
                 let logits = rows.logits.row(index, experts);
+                if let Some(bias) = bias {
+                    vector::add(self.isa, logits, bias);
+                }
                 let sum = vector::softmax_numerators(self.isa, logits, 1.0);
                 rows.routes.choose(index, logits, sum, normalized);
             }
@@ -210,14 +214,22 @@ impl Step<'_> {
     fn experts_down(&self, worker: &Worker<'_>, scratch: &mut WorkerScratch, experts: &[CpuDense]) {
         let rows = self.rows.experts;
         self.each_expert(worker, |expert, first, count, (item, distance)| {
+            let CpuDense { down, down_bias, .. } = &experts[expert];
             // SAFETY: as in `experts_gate_up`, whose phase is over.
-            let product = unsafe {
+            let (product, out) = unsafe {
                 let (x, out) = (rows.gate.after(first), rows.inputs.after(first).wide);
-                let down = &experts[expert].down;
-                Product::plan(self.isa, down, x, count, out, out.stride, self.workers)
+                (Product::plan(self.isa, down, x, count, out, out.stride, self.workers), out)
             };
             for item in (item..product.items()).step_by(distance) {
                 product.compute(self.isa, item, &mut scratch.slice);
+                let Some(bias) = down_bias else { continue };
+                let (item_rows, columns) = product.extent(item);
+                let columns = columns.start..columns.end.min(bias.len());
+                for row in item_rows {
+                    // SAFETY: rows and columns of an item belong to it alone.
+                    let sums = unsafe { &mut out.row(row, bias.len())[columns.clone()] };
+                    vector::add(self.isa, sums, &bias[columns.clone()]);
+                }
             }
         });
     }

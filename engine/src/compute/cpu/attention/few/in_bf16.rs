@@ -285,7 +285,7 @@ mod tests {
     }
 
     /// The bits of the attention output of `count` positions from `start`.
-    fn attended(shape: &QueryShape, cache: &HeadCache<'_>, start: usize, count: usize) -> Vec<u32> {
+    fn attended(shape: &QueryShape<'_>, cache: &HeadCache<'_>, start: usize, count: usize) -> Vec<u32> {
         let dim = cache.layout.head_dim;
         let width = shape.group * dim;
         let queries: Vec<_> = (start..start + count).map(|position| noise(31 * position, width)).collect();
@@ -333,11 +333,20 @@ mod tests {
                         }
                     }
                 }
-                // A window of whole chunks, one of none, and all keys; a cap in the range of the scores.
-                let kinds = [(None, None), (Some(21), None), (Some(64), Some(1.5))];
-                for (group, (window, cap)) in (1..=8).flat_map(|group| kinds.map(|kind| (group, kind))) {
-                    let shape =
-                        QueryShape { isa: Isa::Avx512, group, factor: 0.7, cap, window, bf16: Some(unit) };
+                // A window of whole chunks, one of none, and all keys; a cap in the range of the scores; sinks.
+                let kinds = [(None, None, true), (Some(21), None, false), (Some(64), Some(1.5), false)];
+                let each = (1..=8).flat_map(|group| kinds.map(|kind| (group, kind)));
+                for (group, (window, cap, has_sinks)) in each {
+                    let sinks = noise(5, group);
+                    let shape = QueryShape {
+                        isa: Isa::Avx512,
+                        group,
+                        factor: 0.7,
+                        cap,
+                        sinks: has_sinks.then_some(sinks.as_slice()),
+                        window,
+                        bf16: Some(unit),
+                    };
                     assert!(suits(Isa::Avx512, unit, &cache, group));
                     let beside = attended(&shape, &cache, context - 2, 2);
                     let alone = [context - 2, context - 1].map(|at| attended(&shape, &cache, at, 1));
