@@ -43,6 +43,7 @@ counts! {
     settled_in_step: "seen: lease ended during a step",
     preempted: "seen: out of blocks, preempted",
     queue_full: "seen: queue full",
+    timed_out: "seen: sequences ended at their deadline",
     completed: "seen: requests completed",
     failed: "seen: requests failed",
     recomputed: "seen: handoffs recomputed",

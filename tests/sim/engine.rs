@@ -298,11 +298,12 @@ impl Engine {
             incidents: RefCell::default(),
         };
         let tiers = TierConfig { host_blocks: self.setup.host_blocks, disk_blocks: self.setup.disk_blocks };
-        // Every second engine drafts. With so few kinds of tokens most steps have drafts, and most are rejected.
-        let drafts = (setup.seed + self.index as u64).is_multiple_of(2);
-        // In a third of the runs steps have a target that about every second one misses.
+        let options = &setup.options;
+        // With so few kinds of tokens most steps have drafts, and most are rejected.
+        let drafts = (options.drafts + self.index as u64).is_multiple_of(2);
+        // About every second step misses the target.
         let (low, high) = self.setup.step;
-        let target = if setup.seed.is_multiple_of(3) { (low + high) / 2 } else { 0 };
+        let target = if options.has_target { (low + high) / 2 } else { 0 };
         let scheduler = Scheduler::new(config, blocks)
             .with_tiers(tiers, tiers::found(&self.disk))
             .with_step_target(Duration::from_micros(target));
@@ -310,13 +311,11 @@ impl Engine {
             Some(lookup) => scheduler.with_prompt_lookup(lookup),
             None => scheduler,
         };
-        // A third of the runs has priorities, and half of them a reserve for growth.
-        let scheduler = match setup.seed % 3 {
-            1 => scheduler.with_policy(SchedulingPolicy::Priority),
-            _ => scheduler,
+        let scheduler = match options.has_priorities {
+            true => scheduler.with_policy(SchedulingPolicy::Priority),
+            false => scheduler,
         };
-        let scheduler =
-            if setup.seed.is_multiple_of(2) { scheduler.with_growth_reserve() } else { scheduler };
+        let scheduler = if options.has_reserve { scheduler.with_growth_reserve() } else { scheduler };
         self.core = Some(EngineCore::new(Box::new(device), scheduler, world));
         self.mail = MailBatch::default();
         self.step = None;

@@ -2,7 +2,7 @@
 //! request.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use baton_connector::fetch::Fetch;
 use baton_connector::{Handle, Handoff};
@@ -98,7 +98,7 @@ impl Sim {
             lent: None,
         };
         let arrived = self.engine(engine).world().now();
-        let sampling = SamplingParams::default();
+        let (sampling, deadlines) = (SamplingParams::default(), self.deadlines(engine, arrived));
         let submission = Submission {
             sequence,
             sampling,
@@ -108,7 +108,7 @@ impl Sim {
             outbox,
             target: None,
             arrived,
-            deadlines: Deadlines::default(),
+            deadlines,
         };
         self.engines[engine].mail.submissions.push_back(submission);
         self.engines[engine].fronts.insert(conn, front);
@@ -156,6 +156,7 @@ impl Sim {
             None => Some(Purpose::Plain),
         };
         let arrived = self.engine(engine).world().now();
+        let deadlines = self.deadlines(engine, arrived);
         let (mut open, mut leader) = (Vec::new(), None);
         for index in 0..choices {
             let mut sequence = self.sequence(engine, ask, purpose.take().unwrap_or(Purpose::Plain));
@@ -172,13 +173,23 @@ impl Sim {
                 outbox: outbox.clone(),
                 target: target.take(),
                 arrived,
-                deadlines: Deadlines::default(),
+                deadlines,
             };
             self.engines[engine].mail.submissions.push_back(submission);
         }
         let front = EngineRequest { produces: false, events, open, accepted: false, lent: None };
         self.engines[engine].fronts.insert(conn, front);
         self.poke(engine);
+    }
+
+    /// Until when a request must have its first token, and all of them. In some runs every fourth one has little time.
+    fn deadlines(&self, engine: usize, now: Instant) -> Deadlines {
+        let engine = &self.engines[engine];
+        if !self.setup.options.has_deadlines || !engine.next_sequence.is_multiple_of(4) {
+            return Deadlines::default();
+        }
+        let after = |steps: u64| Some(now + Duration::from_micros(steps * engine.setup.step.1));
+        Deadlines { first_token: after(3), whole: after(3 + engine.next_sequence % 16) }
     }
 
     pub fn sequence(&mut self, engine: usize, ask: &ClientRequest, purpose: Purpose) -> NewSequence {
@@ -281,7 +292,10 @@ impl Sim {
                 SeqEvent::Finished(end) if end.reason == FinishReason::Abort => Err(503),
                 SeqEvent::Finished(end) => Ok(end.handoff),
                 SeqEvent::DeadEnd(_) => Err(400),
-                SeqEvent::TimedOut(_) => Err(504),
+                SeqEvent::TimedOut(_) => {
+                    self.counts.timed_out += 1;
+                    Err(504)
+                }
                 SeqEvent::Refused(_) | SeqEvent::LoadFailed(_) | SeqEvent::Unavailable(_) => Err(503),
             };
             self.engines[engine].fronts.remove(&conn);
@@ -314,7 +328,10 @@ impl Sim {
                 }
             }
             SeqEvent::DeadEnd(_) => self.fail_front(engine, conn, 400),
-            SeqEvent::TimedOut(_) => self.fail_front(engine, conn, 504),
+            SeqEvent::TimedOut(_) => {
+                self.counts.timed_out += 1;
+                self.fail_front(engine, conn, 504);
+            }
             SeqEvent::Refused(_) => {
                 self.counts.queue_full += 1;
                 self.fail_front(engine, conn, 503);

@@ -44,9 +44,38 @@ pub struct ClientSetup {
     pub router: usize,
 }
 
+/// What the schedulers of a run do, independent of each other and of the other parameters: 72 seeds have every
+/// combination.
+#[derive(Clone, Copy, Debug)]
+pub struct SchedulerOptions {
+    /// Steps have a time target: in a third of the runs.
+    pub has_target: bool,
+    /// Sequences have priorities: in a third of the runs.
+    pub has_priorities: bool,
+    /// Admission leaves blocks for growth: in half of the runs.
+    pub has_reserve: bool,
+    /// Every second engine drafts: the even ones, or the odd ones.
+    pub drafts: u64,
+    /// Some sequences have a near deadline: in half of the runs, but in no calm one.
+    pub has_deadlines: bool,
+}
+
+impl SchedulerOptions {
+    fn of(seed: u64, calm: bool) -> Self {
+        Self {
+            has_target: seed.is_multiple_of(3),
+            has_priorities: (seed / 3).is_multiple_of(3),
+            has_reserve: (seed / 9).is_multiple_of(2),
+            drafts: seed / 18 % 2,
+            has_deadlines: !calm && (seed / 36).is_multiple_of(2),
+        }
+    }
+}
+
 #[derive(Clone, Debug)]
 pub struct Setup {
     pub seed: u64,
+    pub options: SchedulerOptions,
     /// The only faults are clients that disconnect and engines that refuse. No lease may then end by expiry.
     pub calm: bool,
     /// The routers neither abort nor release, like a router that does not know leases. Decode engines alone must then
@@ -174,6 +203,7 @@ impl Setup {
         let calm_from = if stale { calm_from.max(45 * SECOND) } else { calm_from };
         Self {
             seed,
+            options: SchedulerOptions::of(seed, calm),
             calm,
             naive_router,
             calm_from,

@@ -25,8 +25,8 @@ use baton_engine::offload::OffloadOrder;
 use baton_engine::offload::host_arena::HostArena;
 use baton_engine::offload::tier_index::TierConfig;
 use baton_engine::sampling::SamplingParams;
-use baton_engine::scheduler::sequence::{NewSequence, Purpose, SeqId, StopRule};
-use baton_engine::scheduler::{Scheduler, SchedulerConfig};
+use baton_engine::scheduler::sequence::{FinishReason, NewSequence, Purpose, SeqId, StopRule};
+use baton_engine::scheduler::{Refusal, Scheduler, SchedulerConfig};
 use baton_engine_check::software::SoftwareDevice;
 use tokio::sync::mpsc::{Receiver, channel};
 
@@ -78,6 +78,8 @@ impl Executor for StubDevice {
 
 /// An environment without peers. It records counted events, emitted events and orders.
 struct RecordingEnv {
+    /// Added to the clock.
+    ahead: Duration,
     emitted: EmittedLines,
     orders: Arc<Mutex<Vec<OffloadOrder>>>,
     address: ProducerAddress,
@@ -85,7 +87,7 @@ struct RecordingEnv {
 
 impl EngineEnv for RecordingEnv {
     fn now(&self) -> Instant {
-        Instant::now()
+        Instant::now() + self.ahead
     }
     fn fresh_handle(&mut self) -> Option<Handle> {
         Some(Handle(7))
@@ -177,7 +179,8 @@ fn recording_env(emitted: &EmittedLines, orders: &Arc<Mutex<Vec<OffloadOrder>>>)
         ports: vec![1],
         block_tokens: 4,
     };
-    RecordingEnv { emitted: Arc::clone(emitted), orders: Arc::clone(orders), address }
+    let (emitted, orders) = (Arc::clone(emitted), Arc::clone(orders));
+    RecordingEnv { ahead: Duration::ZERO, emitted, orders, address }
 }
 
 fn request(id: u64, purpose: Purpose, max_new: usize) -> (MailBatch, Receiver<(u32, SeqEvent)>) {
@@ -373,4 +376,60 @@ fn a_sequence_ends_at_its_deadline_and_frees_its_blocks() {
     core.take_in(mail);
     assert!(matches!(late.try_recv(), Ok((0, SeqEvent::TimedOut(DeadlineKind::Whole)))));
     assert_eq!(core.live(), 1);
+}
+
+/// Computes one step, and then takes this mail in.
+fn step(core: &mut EngineCore<RecordingEnv>, mail: MailBatch) -> usize {
+    let (plan, _) = core.schedule();
+    assert!(core.execute(&plan, &mut Vec::new));
+    core.finish_step(&plan, mail);
+    plan.len()
+}
+
+#[test]
+fn a_request_that_the_queue_would_make_late_is_refused_and_an_empty_queue_has_no_pace() {
+    let DeviceBench { mut core, .. } = bench();
+    // Each prompt fills a step and ends with it.
+    let prompt = |id: u64| -> Vec<u32> { (0..8).map(|at| 100 * id as u32 + at).collect() };
+    let ask = |core: &mut EngineCore<RecordingEnv>, id, left: Option<Duration>| {
+        let (mut mail, inbox) = submission_mail(id, prompt(id), Purpose::Plain, 1);
+        let whole = left.map(|left| core.env().now() + left);
+        mail.submissions[0].deadlines = Deadlines { first_token: None, whole };
+        (mail, inbox)
+    };
+    let mut inboxes = Vec::new();
+    for id in 1..=2 {
+        let (mail, inbox) = ask(&mut core, id, None);
+        inboxes.push(inbox);
+        core.take_in(mail);
+    }
+    for id in 3..=11 {
+        core.env().ahead += Duration::from_millis(100);
+        let (mail, inbox) = ask(&mut core, id, None);
+        inboxes.push(inbox);
+        assert_eq!(step(&mut core, mail), 1);
+    }
+    assert_eq!(core.usage_and_load().1.waiting, 2);
+    // Two gaps of 100 ms are before it.
+    let (mail, mut late) = ask(&mut core, 12, Some(Duration::from_millis(150)));
+    core.take_in(mail);
+    let (_, refused) = late.try_recv().expect("an event");
+    let SeqEvent::Refused(Refusal::TooLate { ahead: 2, wait }) = refused else { panic!("{refused:?}") };
+    assert!(wait >= Duration::from_millis(199), "{wait:?}");
+    // The two leave, and after an hour there is a queue again.
+    let mut mail = MailBatch::default();
+    mail.endings.extend([10, 11].map(|id| (SeqId(id), FinishReason::Abort)));
+    core.take_in(mail);
+    assert_eq!((core.schedule().0.len(), core.live()), (0, 0));
+    core.env().ahead += Duration::from_secs(3_600);
+    for id in 13..=14 {
+        let (mail, inbox) = ask(&mut core, id, Some(Duration::from_secs(30)));
+        inboxes.push(inbox);
+        core.take_in(mail);
+    }
+    assert_eq!((step(&mut core, MailBatch::default()), core.live()), (1, 1));
+    let (mail, mut last) = ask(&mut core, 15, Some(Duration::from_secs(30)));
+    core.take_in(mail);
+    assert!(last.try_recv().is_err(), "the hour is no gap of the queue");
+    assert_eq!(core.live(), 2);
 }

@@ -17,7 +17,7 @@
 //! - 2: a block is released at most once per grant. A further release is a bug and panics.
 //! - 3: a landing block is in no prefix cache and is never shared. A block that is being stored is not reused.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use baton_connector::BlockId;
 
@@ -233,6 +233,17 @@ impl BlockPool {
             block.active > 1 || block.leased > 0
         };
         blocks.len() - blocks.partition_point(is_shared)
+    }
+
+    /// The number of a request's blocks that can be allocated once it has released them, but for these blocks of a prefix,
+    /// which another request takes then. A block that a store copies is free only after that.
+    #[must_use]
+    pub fn count_freed(&self, blocks: &[BlockId], prefix: &HashSet<BlockId>) -> usize {
+        let is_freed = |id: &&BlockId| {
+            let BlockState { active, leased, landing, storing, .. } = self.blocks[id.index()];
+            active == 1 && leased == 0 && !landing && !storing && !prefix.contains(*id)
+        };
+        blocks.iter().filter(is_freed).count()
     }
 
     /// Adds a hold to blocks found by [`Self::match_prefix`].

@@ -83,28 +83,35 @@ impl DeadlineQueue {
 pub(super) struct QueuePace {
     gap_us: u64,
     gaps: u32,
+    /// The last start while others waited; `None` once the queue is empty.
     last: Option<Instant>,
 }
 
 impl QueuePace {
-    /// So many sequences have begun; `waiting` are left.
-    pub(super) fn begun(&mut self, count: usize, waiting: usize, now: Instant) {
-        if let Some(last) = self.last {
-            let elapsed = now.saturating_duration_since(last).as_micros() / count.max(1) as u128;
+    /// A step was planned: so many sequences have begun, and `others_wait`. The queue may also have become empty by aborts
+    /// and deadlines, without a start.
+    pub(super) fn planned(&mut self, begun: usize, others_wait: bool, now: Instant) {
+        if begun > 0
+            && let Some(last) = self.last
+        {
+            let elapsed = now.saturating_duration_since(last).as_micros() / begun as u128;
             let gap = u64::try_from(elapsed).unwrap_or(u64::MAX / 8).min(u64::MAX / 8);
-            for _ in 0..count.min(GAPS_MIN as usize) {
+            for _ in 0..begun.min(GAPS_MIN as usize) {
                 let others = self.gap_us.saturating_mul(GAPS_AVERAGED - 1);
                 self.gap_us = if self.gaps == 0 { gap } else { others.saturating_add(gap) / GAPS_AVERAGED };
                 self.gaps = self.gaps.saturating_add(1);
             }
         }
         // Without waiting sequences the next gap shows nothing of the pace.
-        self.last = (waiting > 0).then_some(now);
+        if begun > 0 || !others_wait {
+            self.last = others_wait.then_some(now);
+        }
     }
 
-    /// The expected wait behind so many sequences; `None` while the pace is unknown.
+    /// The expected wait behind so many sequences; `None` while the pace is unknown. A queue from which no sequence has
+    /// begun yet has no pace: the one of an earlier queue may be out of date.
     pub(super) fn expected_wait(&self, ahead: usize) -> Option<Duration> {
-        let known = self.gaps >= GAPS_MIN && ahead > 0;
+        let known = self.last.is_some() && self.gaps >= GAPS_MIN && ahead > 0;
         known.then(|| Duration::from_micros(self.gap_us.saturating_mul(ahead as u64)))
     }
 }
@@ -149,12 +156,10 @@ impl<S: EngineEnv> EngineCore<S> {
         }
     }
 
-    /// Measures the pace of the queue: so many sequences have begun to compute.
+    /// Measures the pace of the queue after a plan, with which so many sequences begin to compute.
     pub(super) fn measure_pace(&mut self, begun: usize) {
-        if begun > 0 {
-            let (now, waiting) = (self.env.now(), self.scheduler.waiting_ahead(i32::MAX));
-            self.timers.pace.begun(begun, waiting, now);
-        }
+        let others_wait = self.scheduler.has_queue();
+        self.timers.pace.planned(begun, others_wait, self.env.now());
     }
 
     /// The time until which the loop may sleep without mail.
@@ -208,14 +213,35 @@ mod tests {
         let after = |ms: u64| start + Duration::from_millis(ms);
         for at in 0..8 {
             assert_eq!(pace.expected_wait(5), None, "{at} starts have too few gaps between them");
-            pace.begun(1, 3, after(100 * at));
+            pace.planned(1, true, after(100 * at));
         }
-        pace.begun(1, 3, after(800));
+        pace.planned(1, true, after(800));
         assert_eq!(pace.expected_wait(5), Some(Duration::from_millis(500)));
         assert_eq!(pace.expected_wait(0), None, "the first does not wait");
         // Two at once, after twice the time, have the same pace. An empty queue shows none.
-        pace.begun(2, 0, after(1_000));
-        pace.begun(1, 3, after(90_000));
+        pace.planned(2, false, after(1_000));
+        assert_eq!(pace.expected_wait(5), None, "a new queue may have another pace");
+        pace.planned(1, true, after(90_000));
         assert_eq!(pace.expected_wait(5), Some(Duration::from_millis(500)));
+    }
+
+    #[test]
+    fn a_queue_that_empties_without_a_start_leaves_no_gap() {
+        let (mut pace, start) = (QueuePace::default(), Instant::now());
+        let after = |ms: u64| start + Duration::from_millis(ms);
+        (0..=8).for_each(|at| pace.planned(1, true, after(100 * at)));
+        // Steps without a start change nothing while sequences wait.
+        pace.planned(0, true, after(850));
+        pace.planned(1, true, after(900));
+        assert_eq!(pace.expected_wait(5), Some(Duration::from_millis(500)));
+        // The three are aborted, and an hour later a queue forms again.
+        pace.planned(0, false, after(950));
+        assert_eq!(pace.expected_wait(5), None);
+        pace.planned(1, true, after(3_600_000));
+        assert_eq!(
+            pace.expected_wait(5),
+            Some(Duration::from_millis(500)),
+            "an hour without a queue is no gap"
+        );
     }
 }

@@ -15,6 +15,7 @@ use baton_connector::BlockId;
 use super::drafting::Drafting;
 use super::offloading::{HANDOFF, OFFLOAD};
 use super::order::AdmissionDemand;
+use super::prompts::short_tokens;
 use super::step_budget::StepBudget;
 use super::{Scheduler, StepPart};
 use crate::blocks::pool::Hold;
@@ -58,7 +59,7 @@ impl AdmittedSequences {
 struct AdmissionLimits {
     /// Tokens that this step can still compute.
     budget: usize,
-    /// A load that passes others leaves at most so many tokens to compute.
+    /// A load that passes others, or long prompts that run, leaves at most so many tokens to compute.
     bypass_tokens: usize,
     /// Blocks that belong to others.
     reserved_blocks: usize,
@@ -95,11 +96,15 @@ impl Scheduler {
                 at += 1;
                 continue;
             }
-            let bypass_tokens = match head {
+            let passing_tokens = match head {
                 None => usize::MAX,
                 Some(_) => self.config.max_num_batched_tokens.saturating_sub(self.admission.bypass.tokens),
             };
-            let tokens = if self.may_begin(id, budget) { budget.most(0) } else { 0 };
+            let found = budget.most(0);
+            // Where a long prompt waits for others, one that is short after its load may begin.
+            let (tokens, load_tokens) =
+                if self.may_begin(id, budget) { (found, usize::MAX) } else { (0, short_tokens(found)) };
+            let bypass_tokens = passing_tokens.min(load_tokens);
             let limits = AdmissionLimits { budget: tokens, bypass_tokens, reserved_blocks: reserved };
             match self.admit(id, &limits) {
                 Admission::Run => {

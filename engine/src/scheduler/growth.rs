@@ -4,6 +4,9 @@
 //! each size of `max_new`, and predicts from them how long a running one will be, given the tokens it already has.
 //! Different sequences get different quantiles of one distribution, so together their predictions have its spread.
 //!
+//! A prompt that is not computed yet generates, and ends, after the steps of its prefill: at least as many as its tokens
+//! need if all chunks are as large as possible.
+//!
 //! [`fits`] looks [`HORIZON`] steps ahead. At each predicted end it adds up the blocks that the remaining sequences
 //! will have taken, less those that ended ones have freed. A look further ahead would leave blocks unused for long,
 //! and computing a sequence again costs less than that.
@@ -67,7 +70,9 @@ pub(super) struct OutputLengths {
 /// What an admitted sequence has, and how long it is predicted to run.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SequenceGrowth {
-    /// Steps until it ends; at least 1.
+    /// Steps that compute its prompt and no token.
+    pub(super) prefill: usize,
+    /// Steps after these until it ends; at least 1.
     pub(super) steps: usize,
     /// Its tokens, prompt and output; at least 1.
     pub(super) tokens: usize,
@@ -78,9 +83,15 @@ pub(super) struct SequenceGrowth {
 }
 
 impl SequenceGrowth {
+    /// Steps until its end.
+    fn end(&self) -> usize {
+        self.prefill + self.steps
+    }
+
     /// Blocks that it takes in the next `steps` steps.
     fn wants(&self, steps: usize, block_tokens: usize) -> usize {
-        let tokens = self.tokens + self.steps.min(steps) - 1;
+        let generated = self.steps.min(steps.saturating_sub(self.prefill));
+        let tokens = self.tokens + generated.saturating_sub(1);
         tokens.div_ceil(block_tokens).saturating_sub(self.blocks)
     }
 }
@@ -93,10 +104,10 @@ pub(super) fn fits(mut sequences: Vec<SequenceGrowth>, available: usize, block_t
     if wanted(&sequences, HORIZON) <= available {
         return true;
     }
-    sequences.sort_unstable_by_key(|sequence| sequence.steps);
+    sequences.sort_unstable_by_key(SequenceGrowth::end);
     let (mut freed, mut checked) = (0, 0);
     for (at, sequence) in sequences.iter().enumerate() {
-        let moment = sequence.steps.min(HORIZON);
+        let moment = sequence.end().min(HORIZON);
         // Of the sequences that end together, the first has the fewest freed blocks.
         if moment > checked && wanted(&sequences[at..], moment) > available + freed {
             return false;
@@ -214,7 +225,7 @@ mod tests {
 
     fn row(steps: usize, tokens: usize) -> SequenceGrowth {
         let blocks = tokens.div_ceil(BLOCK);
-        SequenceGrowth { steps, tokens, blocks, freed: blocks }
+        SequenceGrowth { prefill: 0, steps, tokens, blocks, freed: blocks }
     }
 
     #[test]
@@ -285,5 +296,20 @@ mod tests {
         // Growth beyond the horizon does not count.
         assert!(fits(vec![row(100_000, 16)], HORIZON / BLOCK, BLOCK));
         assert!(fits(Vec::new(), 0, BLOCK));
+    }
+
+    #[test]
+    fn a_prompt_ends_and_grows_after_its_prefill() {
+        // Its last block has a place for its tokens. The other one takes a second block in its second step, and a third
+        // one in its 18th.
+        let frees = |prefill| {
+            let prompt = SequenceGrowth { prefill, ..row(4, 630) };
+            fits(vec![prompt, row(20, 16)], 1, BLOCK)
+        };
+        assert!(frees(0) && frees(13));
+        assert!(!frees(14) && !frees(58), "its blocks are free too late");
+        // It takes another block with its second token.
+        let grows = |prefill| !fits(vec![SequenceGrowth { prefill, ..row(4, 640) }], 0, BLOCK);
+        assert!(grows(0) && grows(30) && !grows(31), "within the horizon of 32 steps");
     }
 }

@@ -10,7 +10,12 @@
 //!
 //! Running sequences are sorted by priority too, so that the preempted one is the youngest of the least urgent. If the
 //! head of the queue finds no room, less urgent running sequences are preempted for it, but only if it can then be
-//! admitted. A sequence yields in this way at most [`YIELDS_MAX`] times. Equals never yield to each other.
+//! admitted. A sequence yields in this way at most [`YIELDS_MAX`] times. Equals never yield to each other. A sequence
+//! that waits for the prompt of its leader is not the head: the next one is.
+
+use std::collections::HashSet;
+
+use baton_connector::BlockId;
 
 use super::admitting::QueueBypass;
 use super::growth::{self, OutputLengths, SequenceGrowth};
@@ -78,9 +83,30 @@ impl Scheduler {
         self.sequences[&id].turn.priority
     }
 
-    /// The number of waiting sequences that a new one with this priority would have before it.
+    /// The priority of a sequence, if the scheduler orders by it.
+    pub(super) fn rank(&self, id: SeqId) -> i32 {
+        match self.admission.policy {
+            SchedulingPolicy::Fcfs => 0,
+            SchedulingPolicy::Priority => self.priority(id),
+        }
+    }
+
+    /// The number of waiting sequences that a new one with this priority would have before it. Those that wait for the
+    /// prompt of their leader do not count: they begin together, as soon as it is computed.
     #[must_use]
     pub fn waiting_ahead(&self, priority: i32) -> usize {
+        let before = self.waiting.iter().take(self.place_of(priority));
+        before.filter(|id| !self.is_gated(**id)).count()
+    }
+
+    /// Whether a sequence waits for its turn, and not only for the prompt of its leader.
+    #[must_use]
+    pub fn has_queue(&self) -> bool {
+        self.waiting.iter().any(|&id| !self.is_gated(id))
+    }
+
+    /// The place in the queue of a new sequence with this priority.
+    fn place_of(&self, priority: i32) -> usize {
         match self.admission.policy {
             SchedulingPolicy::Fcfs => self.waiting.len(),
             SchedulingPolicy::Priority => {
@@ -94,7 +120,7 @@ impl Scheduler {
         let mut at = self.waiting.len();
         if self.admission.policy == SchedulingPolicy::Priority {
             let priority = self.priority(id);
-            at = self.waiting_ahead(priority);
+            at = self.place_of(priority);
             while matches!(self.sequences[&id].purpose, Purpose::Consume(_)) && at > 0 {
                 let before = self.waiting[at - 1];
                 let other = self.sequences.get_mut(&before).expect("a waiting sequence is known");
@@ -136,7 +162,7 @@ impl Scheduler {
     /// Preempts running sequences that are less urgent than the head of the queue, if it can then be admitted, and not
     /// otherwise.
     fn yield_to_head(&mut self) {
-        let Some(&head) = self.waiting.front() else { return };
+        let Some(head) = self.waiting.iter().copied().find(|&id| !self.is_gated(id)) else { return };
         let priority = self.priority(head);
         let may_yield = |id: &&SeqId| {
             let sequence = &self.sequences[*id];
@@ -144,7 +170,7 @@ impl Scheduler {
             turn.priority > priority && turn.yielded < YIELDS_MAX && !sequence.leased_early
         };
         let candidates: Vec<SeqId> = self.admitted.running.iter().rev().filter(may_yield).copied().collect();
-        if candidates.is_empty() || self.is_gated(head) {
+        if candidates.is_empty() {
             return;
         }
         let (prefix, _) = self.find_prefix(head);
@@ -157,15 +183,24 @@ impl Scheduler {
         if (missing == 0 && !lacks_place) || (missing > 0 && missing <= self.pool.usage().storing) {
             return;
         }
-        let (mut freed, mut count) = (0, 0);
-        while count < candidates.len() && (freed < missing || count == 0) {
-            freed += self.pool.count_own(self.sequences[&candidates[count]].blocks.held());
-            count += 1;
+        // The head shares the blocks of its prefix with them: those are not free for it.
+        let prefix: HashSet<BlockId> = prefix.into_iter().collect();
+        let (mut freed, mut yielding) = (0, Vec::new());
+        for id in candidates {
+            let wants_place = lacks_place && yielding.is_empty();
+            if freed >= missing && !wants_place {
+                break;
+            }
+            let own = self.pool.count_freed(self.sequences[&id].blocks.held(), &prefix);
+            if own > 0 || wants_place {
+                freed += own;
+                yielding.push(id);
+            }
         }
         let left = (self.pool.available() + freed).checked_sub(taken);
         let fits = freed >= missing && left.is_some_and(|left| self.leaves_growth(&demand, left));
-        if fits && self.has_budget_without(&candidates[..count], head) {
-            for &id in &candidates[..count] {
+        if fits && self.has_budget_without(&yielding, head) {
+            for id in yielding {
                 self.sequences.get_mut(&id).expect("a running sequence is known").turn.yielded += 1;
                 self.preempt(id);
             }
@@ -176,9 +211,9 @@ impl Scheduler {
     /// none.
     fn has_budget_without(&self, yielding: &[SeqId], waiting: SeqId) -> bool {
         let running = self.admitted.running.iter().filter(|id| !yielding.contains(id));
-        let planned: usize = running.map(|id| self.sequences[id].uncomputed()).sum();
-        let fetches = matches!(self.sequences[&waiting].purpose, Purpose::Consume(_));
-        fetches || planned < self.config.max_num_batched_tokens
+        let beside: Vec<&Sequence> = running.map(|id| &self.sequences[id]).collect();
+        let waiting = &self.sequences[&waiting];
+        matches!(waiting.purpose, Purpose::Consume(_)) || self.leaves_budget(&beside, waiting)
     }
 
     /// Whether so many blocks suffice for the predicted growth of the admitted sequences and a new one. Less urgent
@@ -195,15 +230,20 @@ impl Scheduler {
                 self.admission.policy == SchedulingPolicy::Priority && sequence.turn.priority > priority;
             is_admitted && !yields
         };
-        let predicted = |sequence: &Sequence, blocks: usize, freed: usize| SequenceGrowth {
-            steps: lengths.steps_left(sequence.id, sequence.stop.max_new, sequence.generated()),
-            tokens: sequence.tokens.len(),
-            blocks,
-            freed: if sequence.is_producer() { 0 } else { freed },
-        };
+        let step_tokens = self.prompt_tokens_max();
+        let predicted =
+            |sequence: &Sequence, uncomputed: usize, blocks: usize, freed: usize| SequenceGrowth {
+                prefill: uncomputed.div_ceil(step_tokens).saturating_sub(1),
+                steps: lengths.steps_left(sequence.id, sequence.stop.max_new, sequence.generated()),
+                tokens: sequence.tokens.len(),
+                blocks,
+                freed: if sequence.is_producer() { 0 } else { freed },
+            };
         let of_admitted = |sequence: &Sequence| {
             let blocks = &sequence.blocks;
-            predicted(sequence, blocks.table.len(), self.pool.count_own(blocks.held()))
+            // After a transfer little is left to compute.
+            let uncomputed = if sequence.phase == Phase::Running { sequence.uncomputed() } else { 0 };
+            predicted(sequence, uncomputed, blocks.table.len(), self.pool.count_own(blocks.held()))
         };
         let mut sequences: Vec<SequenceGrowth> = if self.admitted.fetching + self.admitted.loading == 0 {
             let running = self.admitted.running.iter().map(|id| &self.sequences[id]);
@@ -211,7 +251,15 @@ impl Scheduler {
         } else {
             self.sequences.values().filter(counts).map(of_admitted).collect()
         };
-        sequences.push(predicted(&self.sequences[&demand.id], demand.most, demand.fresh));
+        let waiting = &self.sequences[&demand.id];
+        let uncomputed = match waiting.purpose {
+            Purpose::Consume(_) => 0,
+            // Those of its cached blocks are computed.
+            Purpose::Plain | Purpose::Produce { .. } | Purpose::Pool(_) => {
+                waiting.uncomputed().min(demand.fresh * self.config.block_tokens)
+            }
+        };
+        sequences.push(predicted(waiting, uncomputed, demand.most, demand.fresh));
         growth::fits(sequences, available, self.config.block_tokens)
     }
 

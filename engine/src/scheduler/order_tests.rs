@@ -4,6 +4,8 @@ use baton_connector::fetch::{Fetch, LoadFailurePolicy};
 use proptest::prelude::*;
 
 use super::*;
+use crate::offload::OffloadReport;
+use crate::offload::tier_index::TierConfig;
 use crate::scheduler::sequence::StopRule;
 
 const CONFIG: SchedulerConfig = SchedulerConfig {
@@ -113,6 +115,65 @@ fn nothing_yields_where_that_admits_no_other() {
     // It needs eight blocks. The more urgent sequence keeps more than the other two.
     scheduler.submit(new(3, 32, 1, 0)).expect("accepted");
     assert_eq!((step(&mut scheduler), scheduler.load().preemptions), (vec![1, 2], 0));
+    order(&mut scheduler);
+}
+
+#[test]
+fn blocks_of_the_heads_own_prefix_are_no_reason_to_yield() {
+    let mut scheduler = by_priority(CONFIG, 10);
+    let first: Vec<u32> = (1..17).collect();
+    scheduler.submit(new(1, 12, 4, -1)).expect("accepted");
+    scheduler.submit(NewSequence { prompt: first.clone(), ..new(2, 16, 4, 5) }).expect("accepted");
+    assert_eq!(step(&mut scheduler), [1, 2]);
+    // Four of its eight blocks are those of the second sequence, which has no other. Three are free.
+    let prompt = [first, (101..117).collect()].concat();
+    scheduler.submit(NewSequence { prompt, ..new(3, 32, 1, 0) }).expect("accepted");
+    assert_eq!((step(&mut scheduler), scheduler.load().preemptions), (vec![1, 2], 0));
+    assert_eq!(order(&mut scheduler), [1, 2, 3]);
+}
+
+#[test]
+fn blocks_under_store_are_freed_after_it_and_no_reason_to_yield_before() {
+    let tiers = TierConfig { host_blocks: 16, disk_blocks: 0 };
+    let mut scheduler = by_priority(CONFIG, 12).with_tiers(tiers, []);
+    scheduler.submit(new(1, 1, 8, -1)).expect("accepted");
+    scheduler.submit(new(2, 24, 20, 5)).expect("accepted");
+    assert_eq!((step(&mut scheduler), scheduler.usage().active), (vec![1, 2], 7));
+    // It needs ten blocks and leaves one. Five are free, and of six that the second sequence has, one is being stored.
+    scheduler.submit(new(3, 40, 1, 0)).expect("accepted");
+    assert_eq!((step(&mut scheduler), scheduler.load().preemptions), (vec![1, 2], 0));
+    loop {
+        let effects = scheduler.take_effects();
+        if effects.is_empty() {
+            break;
+        }
+        for effect in effects {
+            let Effect::Offload(order) = effect else { panic!("{effect:?}") };
+            scheduler.offload_event(OffloadReport::Ended(order.id(), Ok(())));
+        }
+    }
+    assert_eq!((step(&mut scheduler), scheduler.load().preemptions), (vec![1, 3], 1));
+}
+
+#[test]
+fn a_follower_that_waits_for_its_leader_hides_no_other_sequence() {
+    let mut scheduler = by_priority(SchedulerConfig { max_num_seqs: 2, ..CONFIG }, 64);
+    scheduler.submit(new(2, 8, 40, 5)).expect("accepted");
+    step(&mut scheduler);
+    scheduler.submit(new(1, 100, 4, 0)).expect("accepted");
+    assert_eq!(step(&mut scheduler), [2, 1]);
+    let follows = Some(SeqId(1));
+    scheduler
+        .submit(NewSequence { follows, admitted_with_first: true, ..new(3, 100, 4, 0) })
+        .expect("accepted");
+    assert_eq!(
+        (scheduler.has_queue(), scheduler.waiting_ahead(9)),
+        (false, 0),
+        "it waits for its leader only"
+    );
+    scheduler.submit(new(4, 8, 1, 1)).expect("accepted");
+    assert_eq!((scheduler.has_queue(), scheduler.waiting_ahead(0), scheduler.waiting_ahead(1)), (true, 0, 1));
+    assert_eq!(step(&mut scheduler), [1, 4], "the least urgent one yields to the one behind the follower");
     order(&mut scheduler);
 }
 

@@ -1,12 +1,14 @@
 //! How prompts share what a step has left for them, with a time target:
 //!
-//! 1. The oldest running prompt has half of it. That is a guarantee: it ends after a bounded number of steps, and each
-//!    prompt becomes the oldest.
+//! 1. The oldest running prompt has half of it: of the most urgent ones, if the scheduler orders by priority. That is a
+//!    guarantee: it ends after a bounded number of steps, and the next one is the oldest. Each prompt becomes the oldest,
+//!    but for those before which more urgent ones keep arriving.
 //! 2. If sequences wait in the queue, half of the rest is kept for them.
-//! 3. The other running prompts follow, the one with the fewest tokens left first. A prompt that does not end with this
-//!    step leaves half of what it finds to those behind it.
+//! 3. The other running prompts follow, the most urgent first, and of these the one with the fewest tokens left. A prompt
+//!    that does not end with this step leaves half of what it finds to those behind it.
 //! 4. Prompts of the queue are admitted in their order, by the same rule. A long prompt waits while four others run, and
-//!    short ones pass it: an admitted prompt holds all of its blocks.
+//!    short ones pass it: an admitted prompt holds all of its blocks. A prompt that is long even after its load from a
+//!    tier waits as well.
 //! 5. The oldest takes what is left.
 //!
 //! A short prompt thus ends within a few steps beside any number of long ones. A long one at the head of the queue waits
@@ -15,14 +17,19 @@
 
 use std::time::{Duration, Instant};
 
-use super::step_budget::{StepBudget, StepPacing, StepTiming};
+use super::step_budget::{CHUNK_MIN, StepBudget, StepPacing, StepTiming};
 use super::{Scheduler, StepPart};
-use crate::scheduler::sequence::{Phase, SeqId};
+use crate::scheduler::sequence::{Phase, SeqId, Sequence};
 
 /// Long prompts that run at once.
 const LONG_PROMPTS_MAX: usize = 4;
 /// A prompt is short if it ends within this many steps as large as what the queue finds in this one.
 const SHORT_STEPS: usize = 4;
+
+/// The tokens of the longest prompt that is short, if the queue finds so many in this step.
+pub(super) fn short_tokens(for_queue: usize) -> usize {
+    for_queue.max(CHUNK_MIN).saturating_mul(SHORT_STEPS)
+}
 
 /// A chunk of the oldest prompt that is not planned yet. Its tokens are taken from the budget.
 #[derive(Clone, Copy, Debug)]
@@ -72,7 +79,7 @@ impl Scheduler {
         let oldest = prompts.remove(0);
         let guaranteed = self.guarantee(oldest, !prompts.is_empty(), planned, budget);
         // Of prompts with as many tokens left, the older one is first.
-        prompts.sort_by_key(|id| self.sequences[id].uncomputed());
+        prompts.sort_by_key(|id| (self.rank(*id), self.sequences[id].uncomputed()));
         let for_queue = if self.waiting.is_empty() { 0 } else { budget.share(0, usize::MAX, true) };
         budget.take(0, for_queue);
         let count = prompts.len();
@@ -86,12 +93,46 @@ impl Scheduler {
 
     /// Whether a waiting prompt may begin beside the long prompts that run.
     pub(super) fn may_begin(&self, id: SeqId, budget: &StepBudget) -> bool {
-        let short = budget.most(0).saturating_mul(SHORT_STEPS);
+        let short = short_tokens(budget.most(0));
         if !budget.is_timed() || self.sequences[&id].uncomputed() <= short {
             return true;
         }
         let is_long = |id: &&SeqId| self.sequences[*id].uncomputed() > short;
         self.admitted.running.iter().filter(is_long).count() < LONG_PROMPTS_MAX
+    }
+
+    /// Whether a step has tokens left for a waiting prompt beside these running sequences, in their order.
+    pub(super) fn leaves_budget(&self, beside: &[&Sequence], waiting: &Sequence) -> bool {
+        let tokens = self.config.max_num_batched_tokens;
+        if !self.pacing.has_target() {
+            return beside.iter().map(|sequence| sequence.uncomputed()).sum::<usize>() < tokens;
+        }
+        let (prompts, decoding): (Vec<&Sequence>, Vec<&Sequence>) =
+            beside.iter().copied().partition(|sequence| sequence.uncomputed() > 1);
+        let part = |sequence: &&Sequence| StepPart {
+            id: sequence.id,
+            start: sequence.computed,
+            count: 1,
+            samples: true,
+        };
+        let parts: Vec<StepPart> = decoding.iter().map(part).collect();
+        let mut budget = self.prompt_budget(&parts, tokens.saturating_sub(parts.len()));
+        if let Some(oldest) = prompts.first() {
+            let count = budget.guaranteed(oldest.computed, oldest.uncomputed(), true);
+            budget.take(oldest.computed, count);
+        }
+        // Half of the rest is kept for the queue. The other prompts take no more than the other half.
+        let for_queue = budget.share(0, usize::MAX, true);
+        let short = short_tokens(for_queue);
+        let is_long = |sequence: &&&Sequence| sequence.uncomputed() > short;
+        let may_begin =
+            waiting.uncomputed() <= short || prompts.iter().filter(is_long).count() < LONG_PROMPTS_MAX;
+        for_queue > 0 && may_begin
+    }
+
+    /// The most tokens of prompts that a step computes from now on; at least one.
+    pub(super) fn prompt_tokens_max(&self) -> usize {
+        self.prompt_budget(&[], self.config.max_num_batched_tokens).most(0).max(1)
     }
 
     /// Takes the guaranteed chunk of the oldest prompt from the budget. Returns it if it may become larger, otherwise

@@ -8,6 +8,8 @@ use proptest::prelude::*;
 
 use super::step_budget::{ALONE, CHUNK_MIN};
 use super::*;
+use crate::blocks::hash;
+use crate::offload::tier_index::TierConfig;
 use crate::scheduler::sequence::StopRule;
 
 const TARGET: Duration = Duration::from_millis(100);
@@ -207,6 +209,67 @@ fn a_fetch_begins_within_one_step_behind_any_number_of_prompts() {
             "{target:?}: {effects:?}"
         );
     }
+}
+
+#[test]
+fn an_urgent_prompt_takes_a_place_beside_a_long_one_that_runs() {
+    let mut machine = Machine::new(TARGET);
+    let config = SchedulerConfig { max_num_seqs: 2, ..CONFIG };
+    machine.scheduler =
+        Scheduler::new(config, BLOCKS).with_step_target(TARGET).with_policy(SchedulingPolicy::Priority);
+    machine.submit(NewSequence { priority: 1, ..new(1, 32_768, 4) });
+    machine.submit(NewSequence { priority: 1, ..new(2, 32, 5_000) });
+    for _ in 0..20 {
+        machine.step();
+    }
+    assert_eq!(machine.scheduler.load().running, 2);
+    machine.submit(new(3, 64, 4));
+    let steps = machine.prefill(3).len();
+    assert!(steps <= 3, "{steps} steps");
+    assert_eq!(machine.scheduler.load().preemptions, 1);
+    assert!(machine.scheduler.sequences[&SeqId(1)].computed > 0, "the younger one has yielded");
+}
+
+#[test]
+fn of_running_prompts_the_more_urgent_one_is_before_a_shorter_one() {
+    let mut machine = Machine::new(TARGET);
+    machine.scheduler = machine.scheduler.with_policy(SchedulingPolicy::Priority);
+    for (id, len, priority) in [(1, 4_000, 0), (2, 3_000, 0), (3, 2_000, 1)] {
+        machine.submit(NewSequence { priority, ..new(id, len, 4) });
+    }
+    for _ in 0..5 {
+        machine.step();
+    }
+    let order: Vec<u64> = machine.step().0.iter().map(|part| part.id.0).collect();
+    assert_eq!(order, [2, 3, 1], "the oldest comes last, with what is left");
+}
+
+#[test]
+fn a_prompt_that_is_long_after_its_load_waits_while_four_run() {
+    let mut machine = Machine::new(TARGET);
+    // Of two long prompts a tier has the first block, and of a third one all but eight tokens.
+    let mut found = Vec::new();
+    for (id, blocks) in [(5, 1), (6, 1), (7, 37)] {
+        let mut hashes = Vec::new();
+        hash::extend_with(&mut hashes, &new(id, 600, 1).prompt[..blocks * 16], 16, None, None);
+        found.extend(hashes);
+    }
+    let tiers = TierConfig { host_blocks: 64, disk_blocks: 64 };
+    machine.scheduler = machine.scheduler.with_tiers(tiers, found);
+    for id in 1..=4 {
+        machine.submit(new(id, 3_000, 4));
+    }
+    for _ in 0..6 {
+        machine.step();
+    }
+    assert_eq!(machine.scheduler.load().running, 4);
+    for (id, len) in [(5, 3_000), (6, 3_000), (7, 600)] {
+        machine.submit(new(id, len, 4));
+    }
+    machine.step();
+    let phase = |id: u64| machine.scheduler.sequences[&SeqId(id)].phase;
+    assert_eq!((phase(5), phase(6)), (Phase::Waiting, Phase::Waiting));
+    assert!(matches!(phase(7), Phase::Loading(_)), "{:?}", phase(7));
 }
 
 /// A prompt of a random run: the step of its arrival, its length, new tokens, and whether its logits are wanted.

@@ -139,6 +139,11 @@ impl StepPacing {
         Self { target: (!target.is_zero()).then(|| target.as_secs_f64()), ..Self::default() }
     }
 
+    /// Whether time limits a step.
+    pub(super) fn has_target(&self) -> bool {
+        self.target.is_some()
+    }
+
     /// A step begins now, and the one before has ended. Returns the duration of that one, if it computed anything.
     pub(super) fn begin(&mut self, now: Instant) -> Option<StepTiming> {
         let (began, planned) = (self.began.replace(now), self.planned.take());

@@ -26,6 +26,15 @@ fn header_deadline(headers: &HeaderMap, begun: Instant, name: &str, per_second: 
     begun.checked_add(Duration::try_from_secs_f64(time).ok()?)
 }
 
+/// How a response is sent. The SDKs' read timeout is a time between two reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ResponseForm {
+    /// In one piece.
+    Whole,
+    /// As a stream, with comments after silences of this time, if any.
+    Stream { comments: Option<Duration> },
+}
+
 /// Until when the parts of a response are useful to its client. Engines get the time that is left.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ResponseDeadlines {
@@ -34,23 +43,34 @@ pub(crate) struct ResponseDeadlines {
 }
 
 impl ResponseDeadlines {
-    /// Those of a request that began then. `most` bounds the whole request. The SDKs' read timeout is a time between
-    /// two reads: of a stream the first token must come within it, and otherwise the whole response.
+    /// Those of a request that began then. `most` bounds the whole request. The first token of a stream must come within
+    /// the read timeout, unless a comment comes before, and otherwise the whole response.
     pub(crate) fn read(
         headers: &HeaderMap,
         begun: Instant,
-        is_streamed: bool,
+        form: ResponseForm,
         most: Option<Duration>,
     ) -> Self {
         let read = header_deadline(headers, begun, READ_TIMEOUT, 1.0);
+        let (read_token, read_whole) = match form {
+            ResponseForm::Whole => (None, read),
+            ResponseForm::Stream { comments } => {
+                let is_silent = |until: &Instant| {
+                    comments.is_none_or(|every| until.saturating_duration_since(begun) <= every)
+                };
+                (read.filter(is_silent), None)
+            }
+        };
         let first_token = header_deadline(headers, begun, FIRST_TOKEN_TIMEOUT, 1000.0);
         let whole = header_deadline(headers, begun, REQUEST_TIMEOUT, 1000.0);
         let most = most.and_then(|most| begun.checked_add(most));
         let least = |deadlines: [Option<Instant>; 3]| deadlines.into_iter().flatten().min();
-        Self {
-            first_token: least([first_token, read.filter(|_| is_streamed), None]),
-            whole: least([whole, most, read.filter(|_| !is_streamed)]),
-        }
+        Self { first_token: least([first_token, read_token, None]), whole: least([whole, most, read_whole]) }
+    }
+
+    /// The first of them: before an engine is chosen, nothing is there.
+    pub(crate) fn first(&self) -> Option<Instant> {
+        self.first_token.into_iter().chain(self.whole).min()
     }
 
     /// The time that is left now.
@@ -115,18 +135,29 @@ mod tests {
     #[test]
     fn a_response_has_a_deadline_for_its_first_token_and_for_all_of_it() {
         let begun = Instant::now();
-        let left = |pairs: &[(&'static str, &str)], is_streamed, most| {
-            let deadlines = ResponseDeadlines::read(&headers(pairs), begun, is_streamed, most);
+        let (whole, stream) = (ResponseForm::Whole, ResponseForm::Stream { comments: None });
+        let commented = |seconds| ResponseForm::Stream { comments: Some(Duration::from_secs(seconds)) };
+        let left = |pairs: &[(&'static str, &str)], form, most| {
+            let deadlines = ResponseDeadlines::read(&headers(pairs), begun, form, most);
+            let ends = [deadlines.first_token, deadlines.whole];
+            assert_eq!(deadlines.first(), ends.into_iter().flatten().min());
             let left = deadlines.left(begun + Duration::from_millis(10));
             (left.first_token.map(|left| left.as_millis()), left.whole.map(|left| left.as_millis()))
         };
-        assert_eq!(left(&[], true, None), (None, None));
-        assert_eq!(left(&[(READ_TIMEOUT, "2")], true, None), (Some(1990), None));
-        assert_eq!(left(&[(READ_TIMEOUT, "2")], false, None), (None, Some(1990)));
+        assert_eq!(left(&[], stream, None), (None, None));
+        assert_eq!(left(&[(READ_TIMEOUT, "2")], stream, None), (Some(1990), None));
+        assert_eq!(left(&[(READ_TIMEOUT, "2")], whole, None), (None, Some(1990)));
+        assert_eq!(
+            left(&[(READ_TIMEOUT, "2")], commented(1), None),
+            (None, None),
+            "a comment is read before"
+        );
+        assert_eq!(left(&[(READ_TIMEOUT, "2")], commented(2), None), (Some(1990), None));
+        assert_eq!(left(&[(FIRST_TOKEN_TIMEOUT, "60")], commented(1), None), (Some(50), None));
         let both = [(FIRST_TOKEN_TIMEOUT, "60"), (REQUEST_TIMEOUT, "5")];
-        assert_eq!(left(&both, true, Some(Duration::from_secs(1))), (Some(50), Some(0)), "none is left");
+        assert_eq!(left(&both, stream, Some(Duration::from_secs(1))), (Some(50), Some(0)), "none is left");
         let longer = [(REQUEST_TIMEOUT, "9000")];
-        assert_eq!(left(&longer, false, Some(Duration::from_secs(1))), (None, Some(990)));
+        assert_eq!(left(&longer, whole, Some(Duration::from_secs(1))), (None, Some(990)));
         assert_eq!(client_deadline(&headers(&both), begun), Some(begun + Duration::from_millis(5)));
     }
 

@@ -331,6 +331,9 @@ pub(crate) fn priority(body: &RawBody) -> Option<i64> {
     body.field("priority").and_then(|value| serde_json::from_slice(value).ok())
 }
 
+/// Paths whose requests no engine schedules: only their text is tokenized.
+const UNSCHEDULED: [&str; 3] = ["/tokenize", "/detokenize", messages::COUNT_TOKENS];
+
 /// The same fields with the `priority` of the request, if the model's engines schedule by it and the endpoint has it.
 fn with_priority(
     owned: RouterFields,
@@ -341,9 +344,9 @@ fn with_priority(
     owner: Option<&RequestOwner<'_>>,
 ) -> RouterFields {
     let has_field = match dialect {
-        Dialect::OpenAi(_) | Dialect::Responses => true,
-        Dialect::Passthrough(path) => path == "/v1/embeddings",
-        Dialect::Messages => false,
+        Dialect::OpenAi(_) | Dialect::Responses | Dialect::Messages => true,
+        // An engine computes nothing for these.
+        Dialect::Passthrough(path) => !UNSCHEDULED.contains(&path),
     };
     if !(model.handoff.priority_scheduling && has_field) {
         return owned;

@@ -193,6 +193,17 @@ impl RouterFields {
         }
     }
 
+    /// Sets the fields in a body that the router has written from the client's, without those that the client may not set.
+    pub(crate) fn set_in(&self, body: &mut Map<String, Value>) {
+        if self.without_priority {
+            body.remove("priority");
+        }
+        for (name, value) in self.fields() {
+            let value: Value = serde_json::from_slice(value).expect("the router's own fields are JSON");
+            body.insert(name.to_owned(), value);
+        }
+    }
+
     fn fields(&self) -> impl Iterator<Item = (&str, &[u8])> {
         let threshold =
             self.cache_hit_threshold.iter().map(|share| ("cache_hit_threshold", share.as_bytes()));

@@ -20,7 +20,7 @@ use bytes::Bytes;
 use hyper::header::{AUTHORIZATION, HeaderMap};
 use serde_json::json;
 
-use crate::admission::deadline::{self, ResponseDeadlines};
+use crate::admission::deadline::{self, ResponseDeadlines, ResponseForm};
 use crate::admission::{AdmissionRequest, Claim};
 use crate::auth::{self, Identity, Permit};
 use crate::client::disconnect::race;
@@ -178,11 +178,14 @@ impl ClientService {
         let until = bounds.request.and_then(|most| context.began().checked_add(most));
         let identity = context.client.permit.as_ref().map(|permit| &*permit.identity);
         let headers = &session.req_header().headers;
+        let response = response_deadlines(headers, &request, context.began());
+        let request_deadline = response.first();
+        let longest = Instant::now() + Duration::from_millis(context.generation.config.queue.timeout_ms);
         let admission = AdmissionRequest {
             claim: claim(headers, &request, identity),
-            deadline: context.until(headers, bounds.request, context.generation.config.queue.timeout_ms),
-            request_deadline: context.ends(headers, bounds.request),
-            response: response_deadlines(headers, &request, context.began()),
+            deadline: request_deadline.map_or(longest, |ends| ends.min(longest)),
+            request_deadline,
+            response,
         };
         let driver = context.driver.insert(ExchangeDriver::new(
             Arc::clone(&self.0),
@@ -368,5 +371,11 @@ fn claim(headers: &HeaderMap, request: &ClientRequest, identity: Option<&Identit
 
 /// Until when the response to a request that began then is useful.
 fn response_deadlines(headers: &HeaderMap, request: &ClientRequest, began: Instant) -> ResponseDeadlines {
-    ResponseDeadlines::read(headers, began, request.is_streamed(), request.model.bounds.request)
+    let bounds = &request.model.bounds;
+    let form = if request.is_streamed() {
+        ResponseForm::Stream { comments: bounds.sse_keepalive }
+    } else {
+        ResponseForm::Whole
+    };
+    ResponseDeadlines::read(headers, began, form, bounds.request)
 }

@@ -272,7 +272,7 @@ proptest! {
         ),
     ) {
         let mut model = DraftModel::new(blocks);
-        let mut expected = BTreeMap::new();
+        let (mut expected, mut aborted, count) = (BTreeMap::new(), 0, requests.len());
         for (id, (kind, len, max_new, stops, steps, aborts)) in (1_u64..).zip(requests) {
             let prompt: Vec<u32> = (0..len as u32).map(|at| [at % 4, 50 + at, 7][kind as usize]).collect();
             let stop = StopRule { stop_ids: if stops { vec![6] } else { vec![] }, ..stop(max_new) };
@@ -282,10 +282,11 @@ proptest! {
                 model.step();
             }
             if aborts == 0 {
-                model.scheduler.finish(SeqId(id), FinishReason::Abort);
+                aborted += usize::from(model.scheduler.finish(SeqId(id), FinishReason::Abort).is_some());
             }
         }
         model.run();
+        prop_assert_eq!((model.texts.len(), model.scheduler.load().waiting), (count - aborted, 0));
         for (id, text) in &model.texts {
             prop_assert_eq!(text, &expected[id]);
         }

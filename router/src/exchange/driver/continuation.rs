@@ -4,7 +4,7 @@ use std::pin::pin;
 use std::sync::Arc;
 
 use baton_connector::exchange::{Attempt, Event};
-use baton_openai::Endpoint;
+use baton_openai::{Endpoint, TimeLeft};
 use bytes::Bytes;
 use serde_json::{Map, Value};
 
@@ -111,9 +111,13 @@ impl ExchangeDriver {
                     let left = context.checked_sub(*tokens as u64).filter(|left| *left > 0)?;
                     body.insert("max_tokens".to_owned(), Value::from(left));
                 }
+                request.owned.set_in(&mut body);
                 let body = Bytes::from(Value::Object(body).to_string());
                 let engine_request = self.engine_request(request, Leg::Decode, body);
-                Some(EngineRequest { path: Endpoint::Completions.path().into(), ..engine_request })
+                // The first token was sent in time.
+                let time = TimeLeft { first_token: None, ..engine_request.time };
+                let path = Endpoint::Completions.path().into();
+                Some(EngineRequest { path, time, ..engine_request })
             }
         }
     }

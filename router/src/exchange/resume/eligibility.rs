@@ -4,9 +4,10 @@
 use baton_openai::is_constraint;
 use serde_json::{Map, Value};
 
-/// Sampling parameters, sent with the continuation unchanged. Frequency and presence penalties are missing: they apply
-/// to the response only, which is part of the prompt for the next engine.
-const SAMPLING: [&str; 12] = [
+/// Sampling parameters, and those of the queue and the cache, sent with the continuation unchanged unless the router sets
+/// them. Frequency and presence penalties are missing: they apply to the response only, which is part of the prompt for
+/// the next engine.
+const SAMPLING: [&str; 13] = [
     "temperature",
     "top_p",
     "top_k",
@@ -18,11 +19,12 @@ const SAMPLING: [&str; 12] = [
     "ignore_eos",
     "skip_special_tokens",
     "cache_salt",
+    "priority",
     "user",
 ];
 
 /// Known fields that the continuation does not need.
-const KNOWN: [&str; 13] = [
+const KNOWN: [&str; 12] = [
     "model",
     "prompt",
     "messages",
@@ -35,7 +37,6 @@ const KNOWN: [&str; 13] = [
     "continue_final_message",
     "add_special_tokens",
     "chat_template_kwargs",
-    "priority",
 ];
 
 /// Whether another engine may continue the response of a request.

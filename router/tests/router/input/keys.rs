@@ -313,6 +313,35 @@ async fn engines_that_schedule_by_priority_get_one_within_the_keys_bounds() {
 }
 
 #[tokio::test]
+async fn every_api_of_engines_that_schedule_by_priority_gets_the_keys_own() {
+    let low = NewKey::make();
+    let reply = json!({"id": "chatcmpl-7", "type": "message", "content": [], "stop_reason": "end_turn",
+        "usage": {"input_tokens": 1, "output_tokens": 1}});
+    let d = FakeEngine::always(Action::Json(reply)).await;
+    let keys =
+        format!("auth:\n  keys:\n    - {{id: a, hash: '{}', tenant: a, priority_max: low}}\n", low.hash);
+    let model = "    messages: native\n    priority_scheduling: true\n";
+    let system = TestRouter::with(&[], &[&d], model, &keys).await;
+    let message = json!({"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]});
+    let input = json!({"model": "m", "input": "x", "priority": -9});
+    let text = json!({"model": "m", "prompt": "x"});
+    for (path, body, expected) in [
+        ("/v1/messages", &message, Some(json!(1))),
+        ("/v1/embeddings", &input, Some(json!(1))),
+        ("/v1/score", &input, Some(json!(1))),
+        ("/pooling", &input, Some(json!(1))),
+        ("/tokenize", &text, None),
+    ] {
+        let mut client = Client::connect(system.address).await;
+        let headers = format!("Authorization: Bearer {}\r\n", low.key);
+        client.post_bytes(path, &headers, body.to_string().as_bytes()).await;
+        assert_eq!(client.answer().await.status, 200, "{path}");
+        let sent = d.all().pop().unwrap();
+        assert_eq!((sent.path.as_str(), sent.body.get("priority")), (path, expected.as_ref()));
+    }
+}
+
+#[tokio::test]
 async fn the_keys_file_is_read_again_and_a_bad_one_changes_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("keys.yaml");

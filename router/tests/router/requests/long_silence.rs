@@ -83,6 +83,20 @@ async fn a_stream_gets_comments_in_every_silence_and_its_events_unchanged() {
 }
 
 #[tokio::test]
+async fn comments_come_within_a_read_timeout_which_is_then_no_deadline() {
+    let d = FakeEngine::always(Action::Stream(1)).await;
+    let system = TestRouter::with(&[], &[&d], "", COMMENTS).await;
+    for (more, expected) in [("", false), ("x-first-token-timeout-ms: 30000\r\n", true)] {
+        let mut client = Client::connect(system.address).await;
+        let headers = format!("x-stainless-read-timeout: 20\r\n{more}");
+        client.post_bytes(PATH, &headers, completion(true).to_string().as_bytes()).await;
+        assert_eq!(client.answer().await.status, 200);
+        let sent = d.received().pop().unwrap();
+        assert_eq!(sent.headers.contains_key("x-first-token-timeout-ms"), expected, "{more}");
+    }
+}
+
+#[tokio::test]
 async fn a_whole_answer_and_a_stream_without_the_option_get_no_comment() {
     let whole = FakeEngine::always(Action::WholeGated(9)).await;
     let stream = FakeEngine::always(Action::StreamGated(1)).await;

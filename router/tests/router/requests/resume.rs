@@ -1,8 +1,9 @@
 //! A decode engine that dies during a stream: another engine continues, and the client gets one response.
 
+use baton_router::NewKey;
 use serde_json::{Value, json};
 
-use crate::harness::client::{completion, post};
+use crate::harness::client::{Client, completion, post};
 use crate::harness::engine::{Action, FakeEngine, ReceivedRequest, event};
 use crate::harness::system::TestRouter;
 use crate::harness::tokens;
@@ -327,5 +328,41 @@ async fn a_translated_response_is_continued_like_a_chat() {
         // The sequence number counts the pieces, which the break has joined or not.
         last["sequence_number"] = expected.1["sequence_number"].clone();
         assert_eq!(last, expected.1, "after {after} frames");
+    }
+}
+
+#[tokio::test]
+async fn a_continuation_has_its_owners_fields_and_no_deadline_for_a_first_token() {
+    let key = NewKey::make();
+    let keys =
+        format!("auth:\n  keys:\n    - {{id: a, hash: '{}', tenant: a, priority_max: low}}\n", key.hash);
+    for (model, priority) in
+        [("    resume: true\n    priority_scheduling: true\n", json!(1)), ("    resume: true\n", json!(null))]
+    {
+        let (dies, lives) = (engine("first", 4).await, engine("second", NEVER).await);
+        let system = TestRouter::with(&[], &[&dies, &lives], model, &keys).await;
+        let mut client = Client::connect(system.address).await;
+        let headers = format!(
+            "Authorization: Bearer {}\r\nx-stainless-read-timeout: 30\r\nx-request-timeout-ms: 60000\r\n",
+            key.key
+        );
+        let body = streamed(json!({"cache_salt": "own", "priority": -3}));
+        client.post_bytes("/v1/completions", &headers, body.to_string().as_bytes()).await;
+        let answer = read(&client.answer().await.text());
+        assert_eq!((answer.dones, answer.errors, answer.finishes), (1, 0, 1), "{answer:?}");
+        let sent = |engine: &FakeEngine| {
+            engine.received().into_iter().find(|request| request.path == "/v1/completions").unwrap()
+        };
+        let (first, next) = (sent(&dies), sent(&lives));
+        assert!(next.body["prompt"].is_array(), "it continues");
+        assert_eq!((&first.body["priority"], &next.body["priority"]), (&priority, &priority));
+        assert_eq!(next.body["cache_salt"], first.body["cache_salt"]);
+        assert_ne!(next.body["cache_salt"], "own", "tenants have caches of their own");
+        let times = |request: &ReceivedRequest| {
+            ["x-first-token-timeout-ms", "x-request-timeout-ms"]
+                .map(|name| request.headers.contains_key(name))
+        };
+        assert_eq!((times(&first), times(&next)), ([true, true], [false, true]));
+        system.settled().await;
     }
 }
