@@ -21,7 +21,7 @@ use self::json::JsonFields;
 use super::quantized::{self, QuantScheme};
 use super::{ModelError, ModelFiles};
 use crate::model::generation::GenerationDefaults;
-use crate::model::spec::{ModelSpec, RopeStretch};
+use crate::model::spec::{MAX_LAYERS, ModelSpec, RopeStretch};
 
 /// The file that describes the architecture.
 pub(crate) const CONFIG_FILE: &str = "config.json";
@@ -29,9 +29,8 @@ pub(crate) const CONFIG_FILE: &str = "config.json";
 const SUPPORTED: &str =
     "Llama, Qwen2, Qwen3, Qwen3-MoE, Mistral, Mixtral, Phi-3, Gemma 2, text of Gemma 3, gpt-oss";
 
-/// Upper bounds of each size: far above any released checkpoint, and low enough that products of two of them fit
+/// Upper bounds of each size, beside [`MAX_LAYERS`]: far above any released checkpoint, and low enough that products of two of them fit
 /// `usize` on every platform. A hostile file therefore cannot request terabytes.
-const MAX_LAYERS: usize = 1024;
 const MAX_WIDTH: usize = 1 << 20;
 const MAX_HEADS: usize = 4096;
 const MAX_HEAD_DIM: usize = 512;

@@ -75,6 +75,8 @@ pub struct TensorNames {
 
 /// Prefix of the tensors of a layer.
 pub const LAYERS: &str = "model.layers";
+/// Most layers of a model.
+pub(super) const MAX_LAYERS: usize = 1024;
 
 /// When a family has a property.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

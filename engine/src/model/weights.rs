@@ -9,7 +9,7 @@
 mod tensor;
 
 use std::borrow::Cow;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 use half::bf16;
 use safetensors::{Dtype, SafeTensors};
@@ -135,12 +135,20 @@ impl Weights {
     /// quantized matrices.
     ///
     /// # Errors
-    /// As [`Self::tensor`].
+    /// As [`Self::tensor`]. [`ModelError::Unsupported`] for a tensor of a GGUF file that the model does not read. Other
+    /// checkpoints may contain more, such as the part of a model that reads images.
     pub fn check(&self, config: &ModelConfig) -> Result<(), ModelError> {
         match &self.0 {
             WeightSource::Random { .. } => Ok(()),
-            WeightSource::Files { shards, tensors, scheme } => config
-                .tensor_shapes(&mut |name, shape| find(shards, tensors, *scheme, name, shape).map(|_| ())),
+            WeightSource::Files { shards, tensors, scheme } => {
+                let mut read = HashSet::new();
+                config.tensor_shapes(&mut |name, shape| {
+                    find(shards, tensors, *scheme, name, shape)?;
+                    read.insert(name.to_owned());
+                    Ok(())
+                })?;
+                refuse_unread(shards, tensors, &read)
+            }
         }
     }
 
@@ -223,6 +231,26 @@ fn find<'a>(
                 supported: "supported: F32, F16, BF16".into(),
             }),
         },
+    }
+}
+
+/// Refuses a GGUF file with a tensor that is not among those that were read: it would change the result.
+fn refuse_unread(
+    shards: &[Shard],
+    tensors: &HashMap<String, TensorEntry>,
+    read: &HashSet<String>,
+) -> Result<(), ModelError> {
+    let unread = tensors
+        .iter()
+        .filter(|(name, entry)| matches!(entry.stored, Stored::Gguf(..)) && !read.contains(*name))
+        .min_by_key(|(_, entry)| (entry.shard, entry.start));
+    match unread {
+        None => Ok(()),
+        Some((name, entry)) => Err(ModelError::Unsupported {
+            file: shards[entry.shard].name.clone(),
+            what: format!("tensor {name} beside those of the configuration"),
+            supported: "supported: the tensors of the architecture's layers".into(),
+        }),
     }
 }
 

@@ -198,7 +198,8 @@ impl RejectionCause {
     pub(super) fn of(error: &ApiError) -> Self {
         match (error.status, error.code.as_deref()) {
             (401 | 403, _) => Self::of_engine("unauthorized"),
-            (404, Some("model_not_found")) => Self::of_request("unknown_model"),
+            // Another engine may have the adapter.
+            (404, Some("model_not_found")) => Self::of_engine("unknown_model"),
             (404 | 405, _) => Self::of_request("unknown_path"),
             (413, _) => Self::of_request("too_large"),
             (408, _) => Self::of_request("slow_body"),

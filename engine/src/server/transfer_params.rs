@@ -149,7 +149,7 @@ mod tests {
             (ApiError::unavailable("broken", now), "engine_failed", true),
             (ApiError::internal("broken"), "engine_failed", true),
             (ApiError::invalid(PARAMS, "role").with_code(Code::KvWrongRole), "wrong_role", true),
-            (ApiError::model_not_found("x"), "unknown_model", false),
+            (ApiError::model_not_found("x"), "unknown_model", true),
             (ApiError::not_found("/v1/x"), "unknown_path", false),
             (ApiError::malformed("x"), "unreadable", false),
             (ApiError::payload_too_large(1), "too_large", false),

@@ -32,7 +32,7 @@ pub(crate) struct KnownCaches {
     reported: Mutex<PrefixIndex>,
     /// Tokens of one KV block, of engines that report them.
     block_sizes: RwLock<HashMap<u32, usize>>,
-    /// Names of LoRA adapters in events.
+    /// Names of LoRA adapters in events and in the engines' lists of models.
     adapters: RwLock<BTreeSet<Box<[u8]>>>,
 }
 
@@ -137,7 +137,7 @@ impl KnownCaches {
         }
     }
 
-    /// Records that an engine's events name an adapter. Names beyond the bound are left out.
+    /// Records that an engine's events or its list of models name an adapter. Names beyond the bound are left out.
     pub(crate) fn add_adapter(&self, name: &[u8]) {
         if name.len() > ADAPTER_BYTES_MAX || self.is_adapter(name) {
             return;
@@ -148,7 +148,7 @@ impl KnownCaches {
         }
     }
 
-    /// Whether an engine's events have named this model as an adapter.
+    /// Whether an engine has named this model as an adapter.
     pub(crate) fn is_adapter(&self, model: &[u8]) -> bool {
         self.adapters.read().unwrap_or_else(PoisonError::into_inner).contains(model)
     }

@@ -194,7 +194,7 @@ impl Pool {
         self.event_engines.iter().find_map(|engine| caches.block_size(*engine))
     }
 
-    /// Whether an engine's KV events have named this model as a LoRA adapter.
+    /// Whether an engine has named this model as a LoRA adapter, in KV events or in its list of models.
     pub(crate) fn is_adapter(&self, model: &str) -> bool {
         self.known_caches.as_ref().is_some_and(|caches| caches.is_adapter(model.as_bytes()))
     }

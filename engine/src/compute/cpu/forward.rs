@@ -48,6 +48,8 @@ pub(super) struct BatchPlan {
     hidden: Vec<usize>,
     /// Rows with an adapter, in order.
     adapted: Vec<usize>,
+    /// Their adapters, each once.
+    adapters: Vec<AdapterIndex>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -81,8 +83,8 @@ impl BatchPlan {
         workers: usize,
     ) -> Self {
         let (rows, seqs, units) = (Vec::new(), Vec::new(), Vec::new());
-        let (wanted, hidden, adapted) = (Vec::new(), Vec::new(), Vec::new());
-        let mut plan = Self { rows, seqs, units, wanted, hidden, adapted };
+        let (wanted, hidden, adapted, adapters) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        let mut plan = Self { rows, seqs, units, wanted, hidden, adapted, adapters };
         let group = config.heads / config.kv_heads;
         for (seq, step) in batch.iter().enumerate() {
             let (first_row, count) = (plan.rows.len(), step.tokens.len());
@@ -110,8 +112,11 @@ impl BatchPlan {
                 }
                 LogitsRequest::Hidden => plan.hidden.extend(first_row..first_row + count),
             }
-            if step.adapter.is_some() {
+            if let Some(adapter) = step.adapter {
                 plan.adapted.extend(first_row..first_row + count);
+                if !plan.adapters.contains(&adapter) {
+                    plan.adapters.push(adapter);
+                }
             }
             let in_rank = |region: &Region| {
                 step.block_table.iter().map(|block| region.block_ptr(*block)).collect::<Vec<_>>()

@@ -7,7 +7,7 @@ use crate::compute::LogitsRequest;
 use crate::model::config::AttentionConfig;
 use crate::model::generation::GenerationDefaults;
 use crate::model::lora::AdapterIndex;
-use crate::model::lora::tests::adapter_of;
+use crate::model::lora::tests::{adapter_of, adapter_of_some};
 use crate::model::weights::Weights;
 
 fn config(family: &str) -> ModelConfig {
@@ -412,6 +412,21 @@ fn adapters_share_a_step_with_each_other_and_with_the_model_alone() {
         }
         assert!(found == alone, "{family}");
     }
+}
+
+#[test]
+fn a_projection_that_no_adapter_of_the_step_changes_costs_no_phase() {
+    let config = config("Llama");
+    let only = |name: &str| adapter_of_some(&config, 1, 4, |module| module.ends_with(name));
+    let adapters: Arc<[LoraAdapter]> = Arc::new([only("layers.0.self_attn.q_proj"), only("down_proj")]);
+    let mut executor = executor(&config, |options| options.adapters = adapters);
+    let mut phases = |adapter| {
+        in_chunks_by(&mut executor, &tokens(3, 20), 20, adapter);
+        executor.threads.phases()
+    };
+    let alone = phases(None);
+    // One projection of the first layer, and one of each of two layers.
+    assert_eq!([FIRST, SECOND].map(phases), [alone + 1, alone + 2]);
 }
 
 #[test]

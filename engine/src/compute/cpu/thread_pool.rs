@@ -163,6 +163,12 @@ impl ThreadPool {
         self.shared.size
     }
 
+    /// Phases of the last job.
+    #[cfg(test)]
+    pub(super) fn phases(&self) -> u32 {
+        self.shared.phases_done.load(Ordering::Relaxed)
+    }
+
     /// Runs `job` on every worker that joins before the job is done, and waits for all of them. Every worker calls
     /// [`Worker::each`] with the same numbers of items in the same order. Results must not depend on state that a
     /// worker keeps from one phase to the next, because a worker may get no item in any phase.

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::header::{GgufHeader, GgufTensor};
 use super::places::{PartPlace, TensorPlace};
 use crate::model::ModelError;
-use crate::model::spec::{ModelSpec, RopeStretch, WindowRule};
+use crate::model::spec::{MAX_LAYERS, ModelSpec, RopeStretch, WindowRule};
 
 /// The key of the architecture's name, which is the prefix of its other keys.
 const ARCHITECTURE_KEY: &str = "general.architecture";
@@ -31,8 +31,6 @@ const GEMMA_27B_LAYERS: [(&str, usize); 2] = [("gemma2", 46), ("gemma3", 62)];
 const LOCAL_THETA: f64 = 10_000.0;
 /// Most experts of a layer, as in `config.json`.
 const MAX_EXPERTS: usize = 1024;
-/// Layers of a file: more than any model has. The bound of `config.json` is checked later.
-const MAX_LAYERS: usize = 1 << 16;
 /// Keys that change the computation, below the architecture's prefix, and the value without an effect.
 const NOT_COMPUTED: [(&str, f64); 14] = [
     ("logit_scale", 1.0),
@@ -59,6 +57,7 @@ pub(super) struct GgufModel<'a> {
     header: &'a GgufHeader<'a>,
     name: &'a str,
     spec: &'static ModelSpec,
+    layers: usize,
     heads: usize,
     kv_heads: usize,
     /// Experts of a layer; 0 for none.
@@ -93,9 +92,14 @@ impl<'a> GgufModel<'a> {
             let what = format!("{name}.expert_count {experts}");
             return Err(header.unsupported(&what, "supported: dense layers of this architecture"));
         }
-        let mut model = Self { headers, header, name, spec, heads: 0, kv_heads: 0, experts };
+        let mut model = Self { headers, header, name, spec, layers: 0, heads: 0, kv_heads: 0, experts };
         if spec.experts.is_some() && experts == 0 {
             return Err(model.absent("expert_count"));
+        }
+        model.layers = model.required("block_count")?;
+        if model.layers > MAX_LAYERS {
+            let what = format!("{name}.block_count {} is more than {MAX_LAYERS}", model.layers);
+            return Err(header.malformed(what));
         }
         model.heads = model.required("attention.head_count")?;
         model.kv_heads = model.size("attention.head_count_kv")?.unwrap_or(model.heads);
@@ -140,7 +144,7 @@ impl<'a> GgufModel<'a> {
             "architectures": [self.spec.architecture],
             "hidden_size": hidden,
             "intermediate_size": self.required("feed_forward_length")?,
-            "num_hidden_layers": self.required("block_count")?,
+            "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "head_dim": head_dim,
@@ -151,8 +155,8 @@ impl<'a> GgufModel<'a> {
             "rope_scaling": self.rope_scaling(theta, rotated)?,
             "tie_word_embeddings": !has("output.weight"),
             // Where the biases are part of the family, the field has no effect.
-            "attention_bias": has("blk.0.attn_q.bias"),
-            "mlp_bias": has("blk.0.ffn_gate.bias"),
+            "attention_bias": self.has_bias(&["attn_q", "attn_k", "attn_v", "attn_output"]),
+            "mlp_bias": self.has_bias(&["ffn_gate", "ffn_up", "ffn_down"]),
             "bos_token_id": bos,
             "eos_token_id": ends,
         });
@@ -173,8 +177,12 @@ impl<'a> GgufModel<'a> {
         match self.spec.windows {
             WindowRule::Whole(_) => config["sliding_window"] = json!(width),
             WindowRule::AllBut { every, field, .. } => {
-                if let Some(width) = width {
-                    config["sliding_window"] = json!(width);
+                match width {
+                    Some(width) => config["sliding_window"] = json!(width),
+                    // As in llama.cpp: `gemma3` has no windows then, and no layer has the local rope. `gemma2` has the
+                    // default of the family.
+                    None if self.spec.rope.local_theta.is_some() => config["sliding_window"] = Value::Null,
+                    None => {}
                 }
                 let every = match self.size("attention.sliding_window_pattern")? {
                     Some(other) if field.is_none() && other != every => {
@@ -203,8 +211,7 @@ impl<'a> GgufModel<'a> {
     fn add_scales(&self, config: &mut Value, hidden: usize, head_dim: usize) -> Result<(), ModelError> {
         let scales = &self.spec.scales;
         if let Some((field, _)) = scales.query {
-            let layers = self.required("block_count")?;
-            let is_27b = GEMMA_27B_LAYERS.contains(&(self.name, layers)) && self.heads > 0;
+            let is_27b = GEMMA_27B_LAYERS.contains(&(self.name, self.layers)) && self.heads > 0;
             config[field] = json!(if is_27b { hidden / self.heads } else { head_dim });
         }
         for (key, rule) in
@@ -264,7 +271,7 @@ impl<'a> GgufModel<'a> {
             }
             "output.weight" => return Ok(Some(TensorPlace::of(names.head, PartPlace::Matrix))),
             // `config` compares it with the frequencies that it describes, or contains it.
-            "rope_freqs.weight" => return Ok(None),
+            "rope_freqs.weight" if self.spec.rope.stretch != RopeStretch::Long => return Ok(None),
             "rope_factors_short.weight" | "rope_factors_long.weight"
                 if self.spec.rope.stretch == RopeStretch::Long =>
             {
@@ -274,7 +281,7 @@ impl<'a> GgufModel<'a> {
         }
         let layer = tensor.name.strip_prefix("blk.").and_then(|rest| rest.split_once('.'));
         let layer = layer.and_then(|(layer, part)| {
-            let number = layer.parse::<usize>().ok().filter(|number| *number < MAX_LAYERS)?;
+            let number = layer.parse::<usize>().ok().filter(|number| *number < self.layers)?;
             // One spelling of each number, so that two tensors cannot have one place.
             (number.to_string() == layer).then_some((number, part))
         });
@@ -299,6 +306,16 @@ impl<'a> GgufModel<'a> {
         Ok(Some(place))
     }
 
+    /// Whether any layer has a bias of one of these parts. The model then needs all of them.
+    fn has_bias(&self, parts: &[&str]) -> bool {
+        let is_one = |name: &str| {
+            let part = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.'));
+            let part = part.and_then(|(_, part)| part.strip_suffix(".bias"));
+            part.is_some_and(|part| parts.contains(&part))
+        };
+        self.headers.iter().flat_map(|header| header.tensors()).any(|tensor| is_one(tensor.name))
+    }
+
     fn refuse_what_is_not_computed(&self) -> Result<(), ModelError> {
         for (key, harmless) in NOT_COMPUTED {
             if let Some(value) = self.number(key)?.filter(|value| *value != harmless) {
@@ -319,10 +336,7 @@ impl<'a> GgufModel<'a> {
         if self.spec.rope.stretch == RopeStretch::Long {
             return self.long_scaling(head_dim);
         }
-        if let Some(factor) = self.number("rope.scaling.attn_factor")?.filter(|factor| *factor != 1.0) {
-            let what = format!("{}.rope.scaling.attn_factor {factor}", self.name);
-            return Err(header.unsupported(&what, "supported: 1"));
-        }
+        self.refuse_attention_factor()?;
         let kind = header.text(&self.key("rope.scaling.type"))?;
         let factor = match self.number("rope.scaling.factor")? {
             None => self.number("rope.scale_linear")?,
@@ -355,6 +369,17 @@ impl<'a> GgufModel<'a> {
                 &format!("rope scaling {other}"),
                 "supported: none, linear, yarn, rope_freqs.weight",
             )),
+        }
+    }
+
+    /// Refuses a multiplier of cos and sin.
+    fn refuse_attention_factor(&self) -> Result<(), ModelError> {
+        match self.number("rope.scaling.attn_factor")?.filter(|factor| *factor != 1.0) {
+            None => Ok(()),
+            Some(factor) => {
+                let what = format!("{}.rope.scaling.attn_factor {factor}", self.name);
+                Err(self.header.unsupported(&what, "supported: 1"))
+            }
         }
     }
 
@@ -423,10 +448,27 @@ impl<'a> GgufModel<'a> {
             Ok(Some(values))
         };
         let found = (divisors("rope_factors_short.weight")?, divisors("rope_factors_long.weight")?);
+        // llama.cpp divides all frequencies by it, whatever the kind. Zero means that there is none.
+        for key in ["rope.scaling.factor", "rope.scale_linear"] {
+            if let Some(factor) = self.number(key)?.filter(|factor| *factor != 0.0 && *factor != 1.0) {
+                let what = format!("{}.{key} {factor}", self.name);
+                return Err(header.unsupported(&what, "supported: 1"));
+            }
+        }
+        let kind = header.text(&self.key("rope.scaling.type"))?;
         let (short, long) = match found {
-            (Some(short), Some(long)) => (short, long),
-            (None, None) => match header.text(&self.key("rope.scaling.type"))? {
-                None | Some("none") => return Ok(Value::Null),
+            (Some(short), Some(long)) => match kind {
+                None | Some("none" | "longrope" | "su" | "yarn") => (short, long),
+                Some(kind) => {
+                    let what = format!("rope scaling {kind} with rope_factors_long.weight");
+                    return Err(header.unsupported(&what, "supported: none, longrope"));
+                }
+            },
+            (None, None) => match kind {
+                None | Some("none") => {
+                    self.refuse_attention_factor()?;
+                    return Ok(Value::Null);
+                }
                 Some(kind) => {
                     let what = format!("rope scaling {kind} without rope_factors_long.weight");
                     return Err(header.unsupported(&what, "supported: none, longrope"));

@@ -1,7 +1,8 @@
 //! The header of a GGUF file, versions 2 and 3: metadata, and the description of every tensor.
 //!
 //! A file is hostile until it is checked. Every length is compared with the bytes that are left before anything is
-//! allocated, so that a header allocates in proportion to its own size. Every tensor lies inside the file.
+//! allocated, so that a header allocates in proportion to its own size. Every tensor lies inside the file, and no two
+//! share a byte.
 //!
 //! Format: magic, version, number of tensors, number of values; the values (key, type, value); the tensors (name,
 //! dimensions from the innermost, type, offset); padding to the alignment; data. Numbers are little-endian.
@@ -129,7 +130,19 @@ impl<'a> GgufHeader<'a> {
             }
         }
         header.tensors = described;
+        header.refuse_shared_bytes()?;
         Ok(header)
+    }
+
+    /// Refuses tensors that share bytes, as llama.cpp does. A small file could describe a model of any size with them.
+    fn refuse_shared_bytes(&self) -> Result<(), ModelError> {
+        let mut ranges: Vec<(usize, usize, &str)> =
+            self.tensors.iter().map(|tensor| (tensor.start, tensor.end, tensor.name)).collect();
+        ranges.sort_unstable();
+        match ranges.windows(2).find(|pair| pair[0].1 > pair[1].0) {
+            None => Ok(()),
+            Some(pair) => Err(self.malformed(format!("tensors {} and {} share bytes", pair[0].2, pair[1].2))),
+        }
     }
 
     /// The tensors of the file.

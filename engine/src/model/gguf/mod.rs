@@ -28,6 +28,8 @@ use vocabulary::Vocabulary;
 
 /// Most files of one model. The name has five digits for it; the largest released models have some tens.
 const MAX_SHARDS: usize = 1024;
+/// Most entries of one model. Experts have one for each matrix, and the largest released models have 70,000.
+const MAX_ENTRIES: usize = 1 << 18;
 /// The number of files of a model that is divided, in the metadata.
 const SHARDS_KEY: &str = "split.count";
 
@@ -157,6 +159,14 @@ impl GgufFiles {
         for (shard, header) in headers.iter().enumerate() {
             for tensor in header.tensors() {
                 if let Some(place) = model.place(tensor)? {
+                    let added =
+                        if matches!(place.part, PartPlace::Experts { .. }) { tensor.shape[0] } else { 1 };
+                    if entries.len() + added > MAX_ENTRIES {
+                        return Err(ModelError::Malformed {
+                            file: self.shards[shard].0.clone(),
+                            what: format!("has more than {MAX_ENTRIES} matrices and vectors"),
+                        });
+                    }
                     self.add_entries(shard, tensor, &place, &mut entries)?;
                 }
             }

@@ -9,6 +9,8 @@ use crate::model::identity::identity;
 use crate::model::tokenizer::{SpecialTokens, Tokenizer};
 use crate::model::weights::Weights;
 
+mod bounds;
+
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
@@ -117,14 +119,18 @@ fn push_text(bytes: &mut Vec<u8>, text: &str) {
     bytes.extend(text.as_bytes());
 }
 
-/// Metadata of a model with two heads of 4, and a byte-level vocabulary.
+/// Metadata of a model with one layer, two heads of 4, and a byte-level vocabulary.
 fn metadata(architecture: &str) -> GgufSketch {
+    metadata_of(architecture, 1)
+}
+
+fn metadata_of(architecture: &str, layers: u32) -> GgufSketch {
     let key = |key: &str| format!("{architecture}.{key}");
     GgufSketch::default()
         .text("general.architecture", architecture)
         .size(&key("context_length"), 64)
         .size(&key("embedding_length"), 8)
-        .size(&key("block_count"), 1)
+        .size(&key("block_count"), layers)
         .size(&key("feed_forward_length"), 8)
         .size(&key("attention.head_count"), 2)
         .size(&key("attention.head_count_kv"), 1)

@@ -117,7 +117,7 @@ impl LoraAdapter {
         let config = LoraConfig::read(&files)?;
         let bytes = files.open(WEIGHTS_FILE)?.ok_or_else(|| ModelError::Missing(WEIGHTS_FILE.into()))?;
         let tensors = SafeTensors::deserialize(&bytes).map_err(|error| malformed(error.to_string()))?;
-        let slots = slots(model);
+        let slots = as_in_file(slots(model), model, &tensors);
         config.check_targets(slots.keys().map(String::as_str))?;
         let mut pairs = Vec::new();
         for (module, (a, b)) in pairs_of(&tensors, &slots)? {
@@ -207,6 +207,27 @@ fn slots(model: &ModelConfig) -> HashMap<String, LoraSlot> {
         }
     }
     slots
+}
+
+/// The projections by the names that the file has for them. Checkpoints with images name the modules of their text
+/// model `language_model.model.…`, and so do older adapters. Later versions of transformers say
+/// `model.language_model.…`.
+fn as_in_file(
+    slots: HashMap<String, LoraSlot>,
+    model: &ModelConfig,
+    tensors: &SafeTensors<'_>,
+) -> HashMap<String, LoraSlot> {
+    let prefix = model.spec.prefix();
+    let (stored, later) = (format!("{prefix}model."), format!("model.{prefix}"));
+    let is_later = |name: &&str| name.strip_prefix(WRAPPERS).is_some_and(|path| path.starts_with(&later));
+    if prefix.is_empty() || !tensors.names().iter().any(is_later) {
+        return slots;
+    }
+    let renamed = |(module, slot): (String, LoraSlot)| {
+        let rest = module.strip_prefix(&stored).map(|rest| format!("{later}{rest}"));
+        (rest.unwrap_or(module), slot)
+    };
+    slots.into_iter().map(renamed).collect()
 }
 
 /// The module with this weight.

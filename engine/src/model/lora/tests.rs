@@ -19,6 +19,16 @@ fn model(architecture: &str) -> ModelConfig {
     ModelConfig::parse(text.to_string().as_bytes(), GenerationDefaults::default()).expect("a sound model")
 }
 
+/// The text model of a checkpoint with images, with two layers.
+fn with_images(architecture: &str) -> ModelConfig {
+    let part = json!({
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "intermediate_size": 96, "vocab_size": 100
+    });
+    let text = json!({"architectures": [architecture], "text_config": part});
+    ModelConfig::parse(text.to_string().as_bytes(), GenerationDefaults::default()).expect("a sound model")
+}
+
 /// The fields of an adapter of rank 4 for these modules.
 fn fields(targets: Value) -> Value {
     json!({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "target_modules": targets,
@@ -72,13 +82,24 @@ fn open(architecture: &str, fields: &Value, tensors: &[LoraTensor]) -> Result<Lo
 
 /// An adapter of every projection of a model, for other tests. Its values depend on `seed`.
 pub(crate) fn adapter_of(model: &ModelConfig, seed: usize, rank: usize) -> LoraAdapter {
+    adapter_of_some(model, seed, rank, |_| true)
+}
+
+/// The same of some projections, by the names of their modules.
+pub(crate) fn adapter_of_some(
+    model: &ModelConfig,
+    seed: usize,
+    rank: usize,
+    is_some: impl Fn(&str) -> bool,
+) -> LoraAdapter {
     let mut tensors = Vec::new();
-    for (module, slot) in slots(model) {
+    for (module, slot) in slots(model).into_iter().filter(|(module, _)| is_some(module)) {
         let seed = seed + module.len() + slot.layer;
         tensors.push(tensor(&format!("{module}.lora_A.weight"), seed, [rank, slot.inputs]));
         tensors.push(tensor(&format!("{module}.lora_B.weight"), seed + 1, [slot.outputs, rank]));
     }
-    let mut fields = fields(json!("all-linear"));
+    // An expression, so that the file decides which projections have an adapter.
+    let mut fields = fields(json!(".*"));
     (fields["r"], fields["lora_alpha"]) = (json!(rank), json!(0.25));
     LoraAdapter::open(written(&fields, &tensors).path(), model).expect("sound")
 }
@@ -131,6 +152,31 @@ fn a_fused_projection_is_one_part_over_all_columns() {
     assert_eq!(widths(LoraSite::Output), [(0, 64, 64)]);
     assert_eq!(widths(LoraSite::GateUp), [(0, 192, 64)]);
     assert_eq!(widths(LoraSite::Down), [(0, 64, 96)]);
+}
+
+#[test]
+fn the_text_model_of_a_checkpoint_with_images_has_two_spellings() {
+    for architecture in ["Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"] {
+        let model = with_images(architecture);
+        let digest = |prefix: &str| {
+            let module = |layer: usize, name: &str| format!("{prefix}layers.{layer}.self_attn.{name}");
+            let mut tensors = pair(&module(0, "q_proj"), 2, 64, 64);
+            tensors.extend(pair(&module(1, "q_proj"), 4, 64, 64));
+            // Targets and patterns have the spelling of the file.
+            let mut fields = fields(json!([module(0, "q_proj"), module(1, "q_proj")]));
+            fields["rank_pattern"][format!("^{}", module(0, "q_proj"))] = json!(2);
+            let adapter = LoraAdapter::open(written(&fields, &tensors).path(), &model).expect(prefix);
+            assert_eq!([0, 1].map(|layer| adapter.parts(layer, LoraSite::Qkv)[0].rank), [2, 4]);
+            tensors.extend(pair("model.vision_tower.layers.0.self_attn.q_proj", 4, 64, 64));
+            let error = LoraAdapter::open(written(&fields, &tensors).path(), &model).expect_err("images");
+            assert!(error.to_string().contains("belongs to no projection"), "{error}");
+            adapter.digest
+        };
+        assert_eq!(digest("language_model.model."), digest("model.language_model."), "{architecture}");
+    }
+    // A model without images has no such names.
+    let tensors = pair("model.language_model.layers.0.self_attn.q_proj", 4, 64, 64);
+    refused(&fields(json!(["q_proj"])), &tensors, "belongs to no projection");
 }
 
 #[test]

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use crate::harness::cluster::{
     BLOCK, Cluster, LLAMA, Node, fresh_id, greedy, options, prompt, same_choices, with,
 };
+use crate::harness::http;
 
 /// Adapters of [`LLAMA`]: of every projection, and of two.
 const ALL: &str = "llama3-all";
@@ -35,7 +36,11 @@ pub(crate) fn digest(model: &str, adapter: &str) -> [u8; 32] {
 const SQL_AND_CHAT: [(&str, &str); 2] = [("sql", ALL), ("chat", OTHER)];
 
 fn node(adapters: &[(&str, &str)]) -> Node {
-    let mut options = options(LLAMA, Role::Both);
+    node_of(Role::Both, adapters)
+}
+
+fn node_of(role: Role, adapters: &[(&str, &str)]) -> Node {
+    let mut options = options(LLAMA, role);
     serve(&mut options, adapters);
     Node::start(options)
 }
@@ -172,6 +177,27 @@ fn a_handoff_of_another_adapter_is_refused_and_released() {
         cluster.p.is_clean();
         cluster.d.is_clean();
     }
+}
+
+#[test]
+fn an_engine_without_the_adapter_leaves_the_handoff_to_a_settling_router() {
+    let cluster = Cluster::each(LLAMA, |options| serve(options, &[("sql", ALL)]));
+    let (without, with_another) = (node_of(Role::Decode, &[]), node_of(Role::Decode, &[("sql", OTHER)]));
+    let body = by("sql", &greedy(&prompt(4, 45), 8));
+    let handoff = cluster.p.open_lease(&body);
+    let leg = with(&body, "kv_transfer_params", handoff.clone()).to_string();
+    for (d, status, code) in [(&without, 404, "model_not_found"), (&with_another, 400, "kv_prompt_mismatch")]
+    {
+        let settles = [("x-baton-router-settles", "1")];
+        let reply = http::call(d.http, "POST", "/v1/completions", &settles, &leg);
+        assert_eq!((reply.status, reply.code().as_deref()), (status, Some(code)), "{}", reply.text);
+        assert_eq!(cluster.p.kv()["leases"]["live"], 1, "the lease is still there after {code}");
+        d.is_clean();
+    }
+    let answer = cluster.d.decode(&body, &handoff).ok();
+    same_choices(&answer, &cluster.one.generate(&fresh_id(), &body).ok());
+    assert_eq!(cluster.p.metric("baton_kv_leases_opened_total"), 1.0, "there was no second prefill");
+    cluster.is_clean();
 }
 
 #[test]

@@ -2,6 +2,9 @@
 //! list, when it is needed. The list is queried again after a minute, because another version may start at the
 //! same address.
 //!
+//! An engine that reports KV events is queried at the first event of a connection too, because the list says which
+//! models are adapters.
+//!
 //! Only the first query of an engine is awaited by `/v1/models`. Later calls return the last list while a task
 //! queries a newer one. So an unresponsive engine costs `/v1/models` one second, once.
 
@@ -104,6 +107,14 @@ impl Engine {
         fresh(self)
     }
 
+    /// Learns which models of this engine are adapters. A prompt of one is not compared with the blocks of its base.
+    pub(crate) async fn learn_adapters(self: &Arc<Self>) {
+        // A query that is running learns them.
+        if let Ok(_one_at_a_time) = self.model_cards.query_lock.try_lock() {
+            self.query_models(SHOW_TIMEOUT).await;
+        }
+    }
+
     async fn query_models(self: &Arc<Self>, within: Duration) {
         static ASKING: Semaphore = Semaphore::const_new(CONCURRENT_QUERIES_MAX);
         self.card_cache().asked_at = Some(Instant::now());
@@ -113,7 +124,12 @@ impl Engine {
             self.call(&request, |_| {}).await?.read_whole(BYTES_MAX).await
         };
         let list = tokio::time::timeout(within, reply).await.ok().and_then(Result::ok);
-        let cards = list.filter(|list| list.status.is_success()).and_then(|a| read(&a.body));
+        let list = list.filter(|list| list.status.is_success());
+        let list = list.and_then(|list| serde_json::from_slice::<Value>(&list.body).ok());
+        for adapter in list.iter().flat_map(adapters) {
+            self.known_caches.add_adapter(adapter.as_bytes());
+        }
+        let cards = list.as_ref().and_then(read);
         let (mut cache, now) = (self.card_cache(), Instant::now());
         cache.asked_at = Some(now);
         if let Some(cards) = cards {
@@ -127,13 +143,18 @@ impl Engine {
 }
 
 /// The models of a list that have a context length.
-fn read(body: &[u8]) -> Option<Vec<ModelCard>> {
-    let list: Value = serde_json::from_slice(body).ok()?;
+fn read(list: &Value) -> Option<Vec<ModelCard>> {
     let card = |card: &Value| {
         let name = card["id"].as_str().filter(|name| name.len() <= NAME_BYTES_MAX)?;
         Some((name.into(), card["max_model_len"].as_u64().filter(|length| *length > 0)?))
     };
     Some(list["data"].as_array()?.iter().filter_map(card).take(MODELS_MAX).collect())
+}
+
+/// The adapters of a list: as in vLLM, the models with a `parent`.
+fn adapters(list: &Value) -> impl Iterator<Item = &str> {
+    let cards = list["data"].as_array().into_iter().flatten().take(MODELS_MAX);
+    cards.filter(|card| card["parent"].is_string()).filter_map(|card| card["id"].as_str())
 }
 
 #[cfg(test)]
@@ -144,7 +165,7 @@ mod tests {
 
     #[test]
     fn a_reply_without_a_list_is_empty_and_models_without_a_length_are_ignored() {
-        let read = |list: Value| read(list.to_string().as_bytes());
+        let read = |list: Value| read(&list);
         let cards = json!({"data": [{"id": "a", "max_model_len": 8}, {"id": "b"}, {"max_model_len": 8}, 3,
             {"id": "c", "max_model_len": null}, {"id": "d", "max_model_len": 0}, {"id": "é", "max_model_len": 9}]});
         assert_eq!(read(cards), Some(vec![("a".into(), 8), ("é".into(), 9)]));
@@ -155,5 +176,15 @@ mod tests {
         assert_eq!(read(json!({"data": many})).map(|cards| cards.len()), Some(MODELS_MAX));
         let long = json!({"data": [{"id": "n".repeat(NAME_BYTES_MAX + 1), "max_model_len": 1}]});
         assert_eq!(read(long), Some(vec![]));
+    }
+
+    #[test]
+    fn a_model_with_a_parent_is_an_adapter() {
+        let list = json!({"data": [{"id": "base", "parent": null}, {"id": "sql", "parent": "base"}, {"parent": "base"},
+            3, {"id": 4, "parent": "base"}, {"id": "odd", "parent": {}}, {"id": "chat", "parent": "base"}]});
+        assert_eq!(adapters(&list).collect::<Vec<_>>(), ["sql", "chat"]);
+        assert_eq!(adapters(&json!({"data": {}})).count() + adapters(&json!([])).count(), 0);
+        let many = json!({"data": vec![json!({"id": "a", "parent": "base"}); 1000]});
+        assert_eq!(adapters(&many).count(), MODELS_MAX);
     }
 }

@@ -166,7 +166,8 @@ impl FakeEngine {
 
     /// All requests to generate.
     pub(crate) fn received(&self) -> Vec<ReceivedRequest> {
-        self.all().into_iter().filter(|s| s.path.starts_with("/v1/")).collect()
+        let generates = |path: &str| path.starts_with("/v1/") && path != "/v1/models";
+        self.all().into_iter().filter(|request| generates(&request.path)).collect()
     }
 
     /// `(handle, reason)` of every release.

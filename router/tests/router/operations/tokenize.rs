@@ -275,6 +275,34 @@ async fn blocks_of_an_adapter_are_found_by_the_name_of_its_model() {
     held(&system, &mut publisher, &json!([event]), "", 2).await;
 }
 
+#[tokio::test]
+async fn an_adapter_of_the_engines_list_is_not_compared_with_the_blocks_of_its_base() {
+    let mut publisher = Publisher::at(0).await;
+    let engine = FakeEngine::always(Action::Whole(1)).await.with_rule(|request| {
+        (request.path == "/v1/models").then(|| {
+            Action::Json(json!({"data": [{"id": "base", "parent": null}, {"id": "m", "parent": "base"}]}))
+        })
+    });
+    let events = format!(", kv_events: {{port: {}, topic: kv}}", publisher.port);
+    let system = router(&[(&engine, &events)], "", "").await;
+    let of_base = json!([stored(&[21, 22], None, &ids(8))]);
+    let begun = Instant::now();
+    loop {
+        publisher.publish(&of_base).await;
+        let reported = get(system.admin, "/engines").await.json()["engines"][0]["kv_events"]["blocks"] == 2;
+        if reported && paths(&engine).contains(&"/v1/models".to_owned()) {
+            break;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(20), "the list is not read");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    held(&system, &mut publisher, &of_base, "", 0).await;
+    let mut own = stored(&[31, 32, 33], None, &ids(12));
+    (own["lora_name"], own["lora_id"]) = (json!("m"), json!(1));
+    own["extra_keys"] = json!([["m"], ["m"], ["m"]]);
+    held(&system, &mut publisher, &json!([own]), "", 3).await;
+}
+
 /// vLLM's reply with a publisher per rank.
 fn sources(ports: &[u16]) -> Value {
     let source = |port: &u16| {

@@ -36,8 +36,18 @@ impl Step<'_> {
         self.adapter_of(row).is_some_and(|adapter| !adapter.parts(layer, site).is_empty())
     }
 
-    /// `scale * A x` for every row with an adapter. A phase of its own, if there is such a row.
+    /// Whether any adapter of the step has a part at this site.
+    fn has_part(&self, layer: usize, site: LoraSite) -> bool {
+        let adapters = &self.network.adapters;
+        self.plan.adapters.iter().any(|adapter| !adapters[adapter.0].parts(layer, site).is_empty())
+    }
+
+    /// `scale * A x` for every row with an adapter. A phase of its own, if any of their adapters has a part here.
     pub(super) fn shrink(&self, worker: &Worker<'_>, layer: usize, site: LoraSite, x: Rows) {
+        // The same on every worker, which all count the phases alike.
+        if !self.has_part(layer, site) {
+            return;
+        }
         let (adapted, chunks) = (&self.plan.adapted, self.rank.div_ceil(RANKS_PER_ITEM));
         worker.each(adapted.len() * chunks, |item| {
             let (row, start) = (adapted[item / chunks], item % chunks * RANKS_PER_ITEM);

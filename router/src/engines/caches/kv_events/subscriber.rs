@@ -259,12 +259,25 @@ impl Subscriber {
         let mut messages = 0;
         loop {
             match publisher.message().await {
-                Ok(frames) => self.take(&frames),
+                Ok(frames) => {
+                    // Not earlier: engines publish before they serve.
+                    if messages == 0 {
+                        self.learn_adapters();
+                    }
+                    self.take(&frames);
+                }
                 // A connection that broke after some messages needs no longer pause.
                 Err(ZmtpError::Io(_)) if messages > 0 => return Ok(messages),
                 Err(error) => return Err(error),
             }
             messages += 1;
+        }
+    }
+
+    /// Learns which models are adapters, beside the messages.
+    fn learn_adapters(&self) {
+        if let Some(engine) = self.source.engine.upgrade() {
+            tokio::spawn(async move { engine.learn_adapters().await });
         }
     }
 
