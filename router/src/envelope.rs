@@ -1,8 +1,8 @@
-//! The form of errors towards a client: OpenAI's, or Anthropic's on its paths.
+//! The form of errors towards a client: OpenAI's, or Anthropic's on its paths. Streams of Responses end in their own.
 
 use baton_openai::ApiError;
 use baton_openai::sse::DONE;
-use baton_openai::translate::messages;
+use baton_openai::translate::{messages, responses};
 use bytes::Bytes;
 use serde_json::{Value, json};
 
@@ -12,6 +12,8 @@ pub(crate) enum Envelope {
     #[default]
     OpenAi,
     Anthropic,
+    /// OpenAI's, but for the end of a stream.
+    Responses,
     /// That of llm-d's sidecar for failures of engines (5xx), and the first or the second one for other errors.
     Sidecar {
         is_anthropic: bool,
@@ -21,7 +23,11 @@ pub(crate) enum Envelope {
 impl Envelope {
     /// The form for a request's path.
     pub(crate) fn at(path: &str) -> Self {
-        if messages::is_at(path) { Self::Anthropic } else { Self::OpenAi }
+        match path {
+            responses::PATH => Self::Responses,
+            path if messages::is_at(path) => Self::Anthropic,
+            _ => Self::OpenAi,
+        }
     }
 
     /// The same in a sidecar.
@@ -33,15 +39,16 @@ impl Envelope {
     pub(crate) fn body(self, error: &ApiError) -> Bytes {
         match self {
             Self::Sidecar { .. } if error.status >= 500 => gateway_error(error).to_string().into(),
-            Self::OpenAi | Self::Sidecar { is_anthropic: false } => error.to_bytes(),
+            Self::OpenAi | Self::Responses | Self::Sidecar { is_anthropic: false } => error.to_bytes(),
             Self::Anthropic | Self::Sidecar { is_anthropic: true } => messages::error_body(error),
         }
     }
 
-    /// The last bytes of a stream that fails. OpenAI's streams end with `[DONE]` even then.
+    /// The last bytes of a stream that fails. OpenAI's streams end with `[DONE]` even then, but for those of Responses.
     pub(crate) fn last_event(self, error: &ApiError) -> Bytes {
         match self {
             Self::OpenAi | Self::Sidecar { is_anthropic: false } => [error.to_sse(), DONE].concat().into(),
+            Self::Responses => responses::error_event(error),
             Self::Anthropic | Self::Sidecar { is_anthropic: true } => messages::error_event(error),
         }
     }
@@ -67,7 +74,8 @@ mod tests {
     #[test]
     fn the_form_of_an_error_follows_the_path() {
         assert_eq!(Envelope::at("/v1/messages/count_tokens"), Envelope::Anthropic);
-        assert_eq!(Envelope::at("/v1/responses"), Envelope::OpenAi);
+        assert_eq!(Envelope::at("/v1/responses"), Envelope::Responses);
+        assert_eq!(Envelope::at("/v1/chat/completions"), Envelope::OpenAi);
     }
 
     #[test]
@@ -88,9 +96,10 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_stream_of_messages_ends_without_done() {
+    fn a_failed_stream_of_messages_or_responses_ends_without_done() {
         let error = ApiError::bad_gateway("a");
         assert_eq!(Envelope::Anthropic.last_event(&error), messages::error_event(&error));
+        assert_eq!(Envelope::Responses.last_event(&error), responses::error_event(&error));
         assert!(Envelope::OpenAi.last_event(&error).ends_with(b"data: [DONE]\n\n"));
     }
 }

@@ -3,15 +3,15 @@
 //! The compiler's parser checks for it in every mask and after every token. Before there is a parser, the work is
 //! bounded by the compiler's counted limits, and is not interrupted.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Instant;
 
 use llguidance::CancellationHandle;
 
 /// What a request shares with the thread that compiles its constraint.
 #[derive(Debug, Default)]
 pub(super) struct CompileControl {
-    begun: AtomicBool,
+    begun: OnceLock<Instant>,
     parser: Mutex<ParserControl>,
 }
 
@@ -22,14 +22,14 @@ struct ParserControl {
 }
 
 impl CompileControl {
-    /// A thread has taken the constraint.
-    pub(super) fn begin(&self) {
-        self.begun.store(true, Ordering::Release);
+    /// A thread takes the constraint.
+    pub(super) fn begin(&self, now: Instant) {
+        let _ = self.begun.set(now);
     }
 
-    /// Whether a thread has taken the constraint. The request reads it when its time is over.
-    pub(super) fn has_begun(&self) -> bool {
-        self.begun.load(Ordering::Acquire)
+    /// When a thread has taken the constraint. The request reads it when its time in the queue is over.
+    pub(super) fn begun(&self) -> Option<Instant> {
+        self.begun.get().copied()
     }
 
     /// Ends the compilation at its next check.

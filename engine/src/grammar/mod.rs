@@ -46,8 +46,8 @@ pub const MASK_WAIT: Duration = Duration::from_millis(2);
 /// Compilations that wait. One takes 1 to 100 ms; the next request is refused with 429.
 pub const COMPILE_QUEUE_MAX: usize = 64;
 
-/// Time until the answer of a compilation, which is then cancelled. Longer than the queue normally takes. A constraint
-/// whose compilation has begun is refused with 400 then, one that still waits with 429.
+/// Time of one compilation, which is then cancelled and refused with 400. Also the time that a constraint waits for it,
+/// longer than the queue normally takes; it is then refused with 429.
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Grammars of running and waiting sequences: as many as one request may have sequences. Their lexers take 5 GB at most:

@@ -12,7 +12,7 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::Builder;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use baton_openai::OutputConstraint;
 use llguidance::ParserFactory;
@@ -103,18 +103,23 @@ impl GrammarService {
     }
 }
 
-/// Waits for the answer to an order. The constraint is at fault only if its own compilation takes the time, and not if
-/// it still waits behind others.
+/// Waits for the answer to an order: so long in the queue, and as long again from the begin of its compilation on. The
+/// constraint is at fault only if its own compilation takes the time.
 pub(super) async fn answered(
-    answer: oneshot::Receiver<CompileReply>,
+    mut answer: oneshot::Receiver<CompileReply>,
     control: &CompileControl,
     at_most: Duration,
 ) -> CompileReply {
-    match tokio::time::timeout(at_most, answer).await {
+    let mut found = tokio::time::timeout(at_most, &mut answer).await;
+    let begun = control.begun();
+    if let (Err(_), Some(begun)) = (&found, begun) {
+        found = tokio::time::timeout_at((begun + at_most).into(), answer).await;
+    }
+    match found {
         Ok(Ok(states)) => states,
         // The compiler panicked, and dropped the order.
         Ok(Err(_)) => Err(GrammarRefusal::Invalid("it cannot be compiled".into())),
-        Err(_) if control.has_begun() => Err(GrammarRefusal::TooSlow),
+        Err(_) if begun.is_some() => Err(GrammarRefusal::TooSlow),
         Err(_) => Err(GrammarRefusal::Busy("the constraints before it take too long to compile")),
     }
 }
@@ -169,7 +174,7 @@ fn compile_orders<'a>(
         if order.reply.is_closed() {
             continue;
         }
-        order.control.begin();
+        order.control.begin(Instant::now());
         let CompileOrder { constraint, stops, text, permits, control, reply } = order;
         let states = || compiler().states(&constraint, (&stops, &text[..]), permits, masks, &control);
         // After a panic the dropped reply is the answer.
@@ -254,6 +259,24 @@ mod tests {
     }
 
     #[test]
+    fn the_time_of_a_compilation_does_not_begin_in_the_queue() {
+        let mut builder = tokio::runtime::Builder::new_current_thread();
+        let runtime = builder.enable_all().build().expect("a runtime");
+        let (reply, answer) = oneshot::channel();
+        let control = CompileControl::default();
+        // Its time is not over for a minute, while that of the queue is over at once.
+        control.begin(Instant::now() + Duration::from_secs(60));
+        let answered = runtime.block_on(async {
+            let compiled = async {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+                reply.send(Ok(Vec::new()))
+            };
+            tokio::join!(answered(answer, &control, Duration::ZERO), compiled).0
+        });
+        assert!(answered.is_ok_and(|states| states.is_empty()));
+    }
+
+    #[test]
     fn only_a_constraint_whose_own_compilation_is_slow_is_at_fault() {
         let mut builder = tokio::runtime::Builder::new_current_thread();
         let runtime = builder.enable_all().build().expect("a runtime");
@@ -280,6 +303,6 @@ mod tests {
         };
         compile_orders(&Mutex::new(arriving), compiling, &masks);
         assert!(answer.try_recv().is_ok_and(|states| states.is_ok()), "it was compiled");
-        assert!(!skipped.has_begun(), "a waiter has left");
+        assert!(skipped.begun().is_none(), "a waiter has left");
     }
 }

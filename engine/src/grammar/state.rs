@@ -217,8 +217,12 @@ impl GrammarState {
         self.advance(&[token], ended)
     }
 
-    /// Begins with a text that follows a marker in the same token. Whitespace there may belong to the marker.
+    /// Begins with a text that follows a marker in the same token. Whitespace there belongs to the marker, also for the
+    /// parser of the response ([`OutputParser::skip_spaces`]).
+    ///
+    /// [`OutputParser::skip_spaces`]: crate::model::output::OutputParser::skip_spaces
     pub(super) fn begin(&mut self, text: &[u8], ended: Option<FinishReason>) -> Option<FinishReason> {
+        let text = text.trim_ascii_start();
         let MaskProgress::Ready(masked) = &mut self.progress else { return ended };
         if text.is_empty() {
             return ended;
@@ -229,9 +233,7 @@ impl GrammarState {
         if valid > 0 && valid == tokens.len() {
             return self.advance(&tokens, ended);
         }
-        if !text.trim_ascii().is_empty() {
-            self.progress = MaskProgress::Failed(GrammarFault::DeadEnd);
-        }
+        self.progress = MaskProgress::Failed(GrammarFault::DeadEnd);
         ended
     }
 

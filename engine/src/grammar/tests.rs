@@ -329,10 +329,13 @@ fn a_text_that_begins_inside_a_token_is_followed_from_there() {
     let mut state = one(&service, &constraint);
     let first = state.mask().cloned();
     assert_eq!(state.begin(b"", None), None);
-    // Whitespace beside a marker is no part of a text that permits none.
+    // Whitespace there is a part of the marker, whatever the text permits.
     assert_eq!((state.begin(b"\n\n", None), state.mask().cloned()), (None, first));
-    assert_eq!(state.begin(b"ab", None), None);
+    assert_eq!(state.begin(b" ab", None), None);
     assert_eq!(feed("qwen3", &mut state, "c"), (Some(FinishReason::Stop), 1));
+    let mut state = one(&service, &OutputConstraint::Choice(vec!["\nabc".into()]));
+    assert_eq!(state.begin(b"\n", None), None);
+    assert_eq!(feed("qwen3", &mut state, "\nabc"), (Some(FinishReason::Stop), 4));
     let mut state = one(&service, &constraint);
     assert_eq!(state.begin(b"abc", Some(FinishReason::Length)), Some(FinishReason::Stop));
     let mut state = one(&service, &constraint);
@@ -359,26 +362,41 @@ fn a_cancelled_compilation_ends_wherever_it_is() {
     }
 }
 
-/// Without cancellation both threads are busy for longer than a request waits, which is then refused.
+/// Without cancellation both threads are busy for far longer than the bound. The length of their texts is measured.
 #[test]
 fn threads_are_free_when_the_requests_of_their_constraints_have_ended() {
-    const TOKENS: usize = 2_000_000;
+    const SAMPLE: usize = 20_000;
+    const TOKENS_MAX: u128 = 16_000_000;
+    const BOUND: Duration = Duration::from_secs(5);
     let service = service("qwen3");
     let (tokenizer, _) = fixture("qwen3");
-    let a = (0..tokenizer.vocab() as u32).find(|id| tokenizer.bytes(*id) == b"a").expect("a token");
+    let rows = tokenizer.vocab();
+    let a = (0..rows as u32).find(|id| tokenizer.bytes(*id) == b"a").expect("a token");
     let letters = OutputConstraint::Regex("a*".into());
+    let trie = vocabulary::token_trie(&tokenizer, rows, &[]).expect("a vocabulary");
+    let factory = compile::factory(&trie).expect("a factory");
+    let mut sample = compiled(&factory, rows, &letters);
+    let begun = Instant::now();
+    sample.advance(&vec![a; SAMPLE], rows, &CompileControl::default()).expect("it fits");
+    let each = (begun.elapsed() / SAMPLE as u32).as_nanos().max(1);
+    // Four times the bound.
+    let tokens = (4 * BOUND.as_nanos() / each).clamp(SAMPLE as u128, TOKENS_MAX) as usize;
+    // The threads have what all compilations share.
+    assert_eq!(one(&service, &letters).wait(LONG), MaskReadiness::Ready);
     let mut builder = tokio::runtime::Builder::new_current_thread();
     let runtime = builder.enable_all().build().expect("a runtime");
     runtime.block_on(async {
-        let slow = || service.states(&letters, &[], vec![a; TOKENS], 1);
+        let slow = || service.states(&letters, &[], vec![a; tokens], 1);
         let brief = Duration::from_millis(50);
         let both = tokio::join!(tokio::time::timeout(brief, slow()), tokio::time::timeout(brief, slow()));
         assert!(both.0.is_err() && both.1.is_err(), "their requests have ended first");
     });
+    let begun = Instant::now();
     for choice in ["x", "y", "z"] {
         let constraint = OutputConstraint::Choice(vec![choice.into()]);
         assert_eq!(one(&service, &constraint).wait(LONG), MaskReadiness::Ready);
     }
+    assert!(begun.elapsed() < BOUND, "{:?} behind texts of {tokens} tokens", begun.elapsed());
 }
 
 /// Prints what masks cost. Nothing is asserted about time.

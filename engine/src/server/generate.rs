@@ -104,15 +104,16 @@ pub(super) fn answer(
         let _caller = caller;
         let (id, reading) = reading?;
         let (request, translation, admitted) = reading.await?;
-        let mut task = GenerateTask::start(frontend, request, translation, admitted, &id)?;
-        let first = task.next().await?;
+        let named = |error| api.named(error);
+        let mut task = GenerateTask::start(frontend, request, translation, admitted, &id).map_err(named)?;
+        let first = task.next().await.map_err(named)?;
         if task.request.stream {
             return Ok(event_stream(stream::StreamBody::new(task, first)));
         }
         if let GenerateProgress::EarlyHandoff = first {
             return Ok(event_stream(early::EarlyBody::new(task)));
         }
-        let (bytes, handoff) = task.collect(first).await?;
+        let (bytes, handoff) = task.collect(first).await.map_err(named)?;
         Ok(match handoff {
             None => reply::json(StatusCode::OK, bytes),
             Some(handoff) => handoff_reply(task.guard.core(), &handoff, bytes),
@@ -193,14 +194,14 @@ fn prepare(
     let request_guard = frontend.begin_request(headers);
     let core = request_guard.as_ref().map_or(&frontend.cores[0], |guard| guard);
     let TransferOffer { intent, guard } = TransferOffer::read(frontend, core, map.get(PARAMS), headers);
-    let judge = || {
+    let judge = || -> Result<ReadRequest, ApiError> {
         let (intent, request_guard) = (intent?, request_guard?);
         let deadlines = admit::deadlines(headers, arrived)?;
         let (request, translation) = api.read(&map, &frontend.limits)?;
-        let admitted = admit::admit(frontend, &request, id, &intent, request_guard, arrived)?;
-        Ok((request, translation, admitted.within(deadlines)))
+        let admitted = admit::admit(frontend, &request, id, &intent, request_guard, arrived);
+        Ok((request, translation, admitted.map_err(|error| api.named(error))?.within(deadlines)))
     };
-    match judge().map_err(|error| api.named(error)) {
+    match judge() {
         Ok((request, translation, admitted)) => {
             Ok((request, translation, AdmittedRequest { handoff: guard, ..admitted }))
         }

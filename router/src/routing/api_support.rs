@@ -1,6 +1,7 @@
 //! Whether the engines of a model have Anthropic's `/v1/messages` or OpenAI's `/v1/responses`, and want such requests
 //! of a router. With `auto` the router asks a decode engine: an empty request is refused as invalid (400), or the path
-//! or method is unknown (404, 405, 501). Baton's engines answer a router with 404, because it can resume a chat.
+//! or method is unknown (404, 405, 501). Baton's engines answer a router with 404 and a code of their own, because it
+//! can resume a chat.
 //!
 //! The first request asks, and others wait for its answer. It holds for a minute, because another version may start at
 //! the same address. Then one task asks again, and requests go by the old answer until it ends.
@@ -8,9 +9,10 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use baton_openai::TranslatedApi;
+use baton_openai::{Code, TranslatedApi};
 use bytes::Bytes;
 use hyper::header::HeaderValue;
+use serde_json::Value;
 
 use crate::config::{ApiMode, ModelConfig};
 use crate::engines::http::{Engine, EngineRequest};
@@ -50,6 +52,17 @@ impl ModelApis {
     }
 }
 
+/// What engines get for a request of an API.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum EngineForm {
+    /// The request as it is.
+    Native,
+    /// A chat with the fields that all engines know.
+    Chat,
+    /// A chat for Baton's engines.
+    BatonsChat,
+}
+
 /// One API of one model.
 pub(crate) struct ApiSupport {
     api: TranslatedApi,
@@ -63,7 +76,7 @@ pub(crate) struct ApiSupport {
 #[derive(Clone, Copy, Debug, Default)]
 struct Learnt {
     /// `None` until the first question has ended.
-    is_native: Option<bool>,
+    form: Option<EngineForm>,
     /// When the engines are asked again.
     due: Option<Instant>,
 }
@@ -71,7 +84,7 @@ struct Learnt {
 /// An answer that is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Known {
-    is_native: bool,
+    form: EngineForm,
     /// The caller must have the engines asked again.
     is_due: bool,
 }
@@ -79,21 +92,21 @@ struct Known {
 impl Learnt {
     /// The answer so far. When it is due, one caller has the engines asked again.
     fn known(&mut self, now: Instant) -> Option<Known> {
-        let is_native = self.is_native?;
+        let form = self.form?;
         let is_due = self.due.is_none_or(|due| due <= now);
         if is_due {
             self.due = Some(now + ASK_PAUSE);
         }
-        Some(Known { is_native, is_due })
+        Some(Known { form, is_due })
     }
 
     /// Records the end of a question. Without an answer the one before counts: a client's refused key shows nothing.
     /// Without any, requests go out as they are, and the first one shows why.
-    fn learn(&mut self, answer: Option<bool>, now: Instant) -> bool {
-        let is_native = answer.or(self.is_native).unwrap_or(true);
+    fn learn(&mut self, answer: Option<EngineForm>, now: Instant) -> EngineForm {
+        let form = answer.or(self.form).unwrap_or(EngineForm::Native);
         let pause = if answer.is_some() { ANSWER_TTL } else { ASK_PAUSE };
-        *self = Self { is_native: Some(is_native), due: Some(now + pause) };
-        is_native
+        *self = Self { form: Some(form), due: Some(now + pause) };
+        form
     }
 }
 
@@ -102,19 +115,19 @@ impl ApiSupport {
         Self { api, mode, learnt: Mutex::default(), ask_lock: tokio::sync::Mutex::default() }
     }
 
-    /// Whether the engines get requests of this API as they are. `decode` is the model's pool, and `authorization` the
-    /// client's.
+    /// What the engines get for requests of this API. `decode` is the model's pool, and `authorization` the client's.
+    /// Engines that are not asked may be any.
     ///
     /// # Cancel safety
     /// Dropping the future ends the first question; the next request asks.
-    pub(crate) async fn is_native(
+    pub(crate) async fn form(
         self: &Arc<Self>,
         decode: &Pool,
         authorization: Option<&HeaderValue>,
-    ) -> bool {
+    ) -> EngineForm {
         match self.mode {
-            ApiMode::Native => return true,
-            ApiMode::Translate => return false,
+            ApiMode::Native => return EngineForm::Native,
+            ApiMode::Translate => return EngineForm::Chat,
             ApiMode::Auto => {}
         }
         if let Some(known) = self.known(decode, authorization) {
@@ -129,7 +142,7 @@ impl ApiSupport {
     }
 
     /// The answer so far. A task asks again when it is due.
-    fn known(self: &Arc<Self>, decode: &Pool, authorization: Option<&HeaderValue>) -> Option<bool> {
+    fn known(self: &Arc<Self>, decode: &Pool, authorization: Option<&HeaderValue>) -> Option<EngineForm> {
         let known = self.learnt().known(Instant::now())?;
         if known.is_due {
             let (support, engines) = (Arc::clone(self), decode.usable_engines());
@@ -139,7 +152,7 @@ impl ApiSupport {
                 support.learnt().learn(answer, Instant::now());
             });
         }
-        Some(known.is_native)
+        Some(known.form)
     }
 
     fn learnt(&self) -> MutexGuard<'_, Learnt> {
@@ -152,7 +165,7 @@ async fn ask(
     api: TranslatedApi,
     engines: Vec<Arc<Engine>>,
     authorization: Option<&HeaderValue>,
-) -> Option<bool> {
+) -> Option<EngineForm> {
     for engine in engines.into_iter().take(ENGINES_ASKED_MAX) {
         let request = EngineRequest {
             authorization: authorization.cloned(),
@@ -165,7 +178,7 @@ async fn ask(
             reply.read_whole_or_head(ANSWER_BYTES_MAX).await
         };
         if let Ok(Ok(reply)) = tokio::time::timeout(ASK_TIMEOUT, reply).await
-            && let Some(answer) = has_endpoint(reply.status.as_u16())
+            && let Some(answer) = form_of(reply.status.as_u16(), &reply.body)
         {
             return Some(answer);
         }
@@ -173,47 +186,68 @@ async fn ask(
     None
 }
 
-/// Whether an engine has the endpoint, by its status for an empty request; `None` if the status does not show it.
-fn has_endpoint(status: u16) -> Option<bool> {
+/// What an engine wants, by its answer to an empty request; `None` if the status does not show it.
+fn form_of(status: u16, body: &[u8]) -> Option<EngineForm> {
     match status {
-        404 | 405 | 501 => Some(false),
+        404 if is_batons(body) => Some(EngineForm::BatonsChat),
+        404 | 405 | 501 => Some(EngineForm::Chat),
         // A key is checked before the path, and an engine may be full.
         401 | 403 | 408 | 429 | 500.. => None,
-        _ => Some(true),
+        _ => Some(EngineForm::Native),
     }
+}
+
+/// Whether a 404 is that of Baton's engines for a router.
+fn is_batons(body: &[u8]) -> bool {
+    let body: Value = serde_json::from_slice(body).unwrap_or_default();
+    body["error"]["code"] == Code::UnsupportedEndpoint.as_str()
 }
 
 #[cfg(test)]
 mod tests {
+    use baton_openai::ApiError;
+
     use super::*;
 
     #[test]
     fn an_answer_is_given_while_one_task_asks_again() {
+        use EngineForm::{Chat, Native};
         let now = Instant::now();
         let at = |seconds| now + Duration::from_secs(seconds);
-        let known = |is_native, is_due| Some(Known { is_native, is_due });
+        let known = |form, is_due| Some(Known { form, is_due });
         let mut learnt = Learnt::default();
         assert_eq!(learnt.known(now), None, "the first request asks");
-        assert!(!learnt.learn(Some(false), now));
-        assert_eq!(learnt.known(at(59)), known(false, false));
-        assert_eq!(learnt.known(at(60)), known(false, true));
-        assert_eq!(learnt.known(at(60)), known(false, false), "no other task asks");
-        assert!(learnt.learn(Some(true), at(61)));
-        assert_eq!(learnt.known(at(62)), known(true, false));
+        assert_eq!(learnt.learn(Some(Chat), now), Chat);
+        assert_eq!(learnt.known(at(59)), known(Chat, false));
+        assert_eq!(learnt.known(at(60)), known(Chat, true));
+        assert_eq!(learnt.known(at(60)), known(Chat, false), "no other task asks");
+        assert_eq!(learnt.learn(Some(Native), at(61)), Native);
+        assert_eq!(learnt.known(at(62)), known(Native, false));
         // Engines that do not answer are asked from time to time, and no request waits for them.
-        assert_eq!(learnt.known(at(121)), known(true, true));
-        assert!(learnt.learn(None, at(124)));
-        assert_eq!(learnt.known(at(128)), known(true, false));
-        assert_eq!(learnt.known(at(129)), known(true, true));
+        assert_eq!(learnt.known(at(121)), known(Native, true));
+        assert_eq!(learnt.learn(None, at(124)), Native);
+        assert_eq!(learnt.known(at(128)), known(Native, false));
+        assert_eq!(learnt.known(at(129)), known(Native, true));
     }
 
     #[test]
     fn requests_go_out_as_they_are_while_no_engine_has_answered() {
         let now = Instant::now();
         let mut learnt = Learnt::default();
-        assert!(learnt.learn(None, now));
-        let known = Known { is_native: true, is_due: false };
+        assert_eq!(learnt.learn(None, now), EngineForm::Native);
+        let known = Known { form: EngineForm::Native, is_due: false };
         assert_eq!(learnt.known(now + Duration::from_secs(4)), Some(known));
         assert_eq!(learnt.known(now + ASK_PAUSE), Some(Known { is_due: true, ..known }));
+    }
+
+    #[test]
+    fn batons_engines_are_known_by_their_code() {
+        let own = ApiError::unsupported_endpoint("/v1/messages").to_bytes();
+        assert_eq!(form_of(404, &own), Some(EngineForm::BatonsChat));
+        for body in [&b"{\"detail\": \"Not Found\"}"[..], b"", b"[]"] {
+            assert_eq!(form_of(404, body), Some(EngineForm::Chat));
+        }
+        assert_eq!(form_of(405, &own), Some(EngineForm::Chat));
+        assert_eq!((form_of(400, &own), form_of(401, &own)), (Some(EngineForm::Native), None));
     }
 }

@@ -36,6 +36,7 @@ use crate::legs::request_error::RequestError;
 use crate::message::path::{Dialect, Route};
 use crate::message::request_id;
 use crate::message::rewrite::ClientRules;
+use crate::routing::api_support::EngineForm;
 use crate::state::readiness;
 use crate::state::shared::Shared;
 use context::RequestContext;
@@ -135,8 +136,11 @@ impl ClientService {
             Route::Ask(dialect) => {
                 self.permit(session, context).await?;
                 let body = self.body(session, context, BodyRule::Json).await?;
-                let is_native = self.is_native(session, context, dialect, &body).await?;
-                let read = if is_native { ClientRequest::read } else { ClientRequest::read_translated };
+                let read = match self.engine_form(session, context, dialect, &body).await? {
+                    EngineForm::Native => ClientRequest::read,
+                    EngineForm::Chat => ClientRequest::read_translated,
+                    EngineForm::BatonsChat => ClientRequest::read_for_batons,
+                };
                 let owner = context.request_owner();
                 let headers = &session.req_header().headers;
                 let request = read(dialect, body, headers, &context.generation, owner.as_ref())?;
@@ -243,22 +247,24 @@ impl ClientService {
         Ok(())
     }
 
-    /// Whether the engines get the request as it is. Those of some models have only chats.
-    async fn is_native(
+    /// What the engines get for the request. Those of some models have only chats.
+    async fn engine_form(
         &self,
         session: &mut Session,
         context: &RequestContext,
         dialect: Dialect,
         body: &Bytes,
-    ) -> Result<bool, RequestError> {
+    ) -> Result<EngineForm, RequestError> {
         let generation = &context.generation;
-        let Some(api) = dialect.translated_api() else { return Ok(true) };
+        let Some(api) = dialect.translated_api() else { return Ok(EngineForm::Native) };
         let raw = RawBody::any(body.clone(), &generation.parse_limits, &ClientRules)?;
         let name = raw.string("model");
         let model = generation.models.named(name.as_deref())?;
-        let Some(support) = generation.models.api_support(model, api) else { return Ok(true) };
+        let Some(support) = generation.models.api_support(model, api) else {
+            return Ok(EngineForm::Native);
+        };
         let authorization = session.req_header().headers.get(AUTHORIZATION).cloned();
-        Ok(race(session, pin!(support.is_native(&model.decode, authorization.as_ref()))).await?)
+        Ok(race(session, pin!(support.form(&model.decode, authorization.as_ref()))).await?)
     }
 
     /// Identifies the client; `None` without `auth`. The client's credentials are removed here, so no engine or log

@@ -53,7 +53,7 @@ impl ReplyFormat {
     fn envelope(&self) -> Envelope {
         match self.translation.as_ref().map(Translation::api) {
             Some(TranslatedApi::Messages) => Envelope::Anthropic,
-            Some(TranslatedApi::Responses) => Envelope::OpenAi,
+            Some(TranslatedApi::Responses) => Envelope::Responses,
             None => Envelope::at(self.dialect.path()),
         }
     }

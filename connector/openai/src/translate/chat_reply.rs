@@ -1,11 +1,11 @@
 //! What all translations read of a chat's reply.
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::error::ApiError;
 
 /// Maximum bytes of a translated reply, which is parsed: a million tokens without log probabilities, or their ids. Also
-/// the bound on the text of one stream that a translation keeps.
+/// the bound on the text and the log probabilities of one stream that a translation keeps.
 pub(super) const REPLY_BYTES_MAX: usize = 8 << 20;
 
 /// The id of a chat, without its prefix.
@@ -28,6 +28,18 @@ pub(super) fn calls(message: &Value) -> &[Value] {
 /// Whether a text is one JSON value.
 pub(super) fn is_json(text: &str) -> bool {
     serde_json::from_str::<serde::de::IgnoredAny>(text).is_ok()
+}
+
+/// A chat's usage of so many tokens: of the prompt, of its cached part and of the response.
+pub(super) fn usage_of([prompt, cached, completion]: [u64; 3]) -> Value {
+    let details = json!({"cached_tokens": cached});
+    json!({"prompt_tokens": prompt, "completion_tokens": completion, "prompt_tokens_details": details})
+}
+
+/// Whether the last message of a chat has a text that can be continued.
+pub(super) fn has_text_to_continue(messages: &[Value]) -> bool {
+    let text = messages.last().and_then(|message| message["content"].as_str());
+    text.is_some_and(|text| !text.trim().is_empty())
 }
 
 /// 502 for a reply that ended before it was complete, such as by `abort`. The APIs have no reason for it.

@@ -3,22 +3,68 @@
 
 use std::borrow::Cow;
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use memchr::memchr2;
 use serde_json::Value;
+
+use super::chat_reply::untranslatable;
+use crate::error::ApiError;
 
 const BYTE_ORDER_MARK: &[u8] = b"\xEF\xBB\xBF";
 
 /// Lines up to and including a blank one.
-pub(super) struct Frame<'a> {
+struct Frame<'a> {
     /// The data of its event; `None` for a comment.
-    pub(super) data: Option<Cow<'a, [u8]>>,
+    data: Option<Cow<'a, [u8]>>,
     /// Where it ends in all bytes.
-    pub(super) end: usize,
+    end: usize,
+}
+
+/// A translation of the events of a chat's stream. Each method adds events of its own to `out`.
+pub(super) trait ChatEvents {
+    /// A comment keeps the connection alive.
+    fn comment(&mut self, out: &mut BytesMut);
+
+    /// A chunk of the chat.
+    ///
+    /// # Errors
+    /// 502 for a chunk that cannot be translated.
+    fn chunk(&mut self, chunk: &Value, out: &mut BytesMut) -> Result<(), ApiError>;
+
+    /// `[DONE]`.
+    ///
+    /// # Errors
+    /// 502 if the response is not complete.
+    fn finish(&mut self, out: &mut BytesMut) -> Result<(), ApiError>;
+}
+
+/// Translates whole frames. After an error `out` has the events of what came before it.
+///
+/// # Errors
+/// 502 for a chunk that cannot be translated, or a stream that ends early.
+pub(super) fn translate(
+    stream: &mut impl ChatEvents,
+    bytes: &[u8],
+    out: &mut BytesMut,
+) -> Result<(), ApiError> {
+    let mut read = 0;
+    for frame in frames(bytes) {
+        read = frame.end;
+        match frame.data {
+            None => stream.comment(out),
+            Some(data) if data.trim_ascii() == b"[DONE]" => stream.finish(out)?,
+            Some(data) => {
+                let chunk = serde_json::from_slice(&data).ok().filter(Value::is_object);
+                stream.chunk(&chunk.ok_or_else(untranslatable)?, out)?;
+            }
+        }
+    }
+    // The rest is a part of a frame that is too long for the buffer.
+    if read == bytes.len() { Ok(()) } else { Err(untranslatable()) }
 }
 
 /// The whole frames at the beginning of some bytes.
-pub(super) fn frames(bytes: &[u8]) -> impl Iterator<Item = Frame<'_>> {
+fn frames(bytes: &[u8]) -> impl Iterator<Item = Frame<'_>> {
     let mut at = if bytes.starts_with(BYTE_ORDER_MARK) { BYTE_ORDER_MARK.len() } else { 0 };
     std::iter::from_fn(move || {
         let mut data: Option<Cow<'_, [u8]>> = None;

@@ -16,11 +16,12 @@ pub mod responses;
 
 use std::sync::Arc;
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use serde_json::{Map, Value};
 
 use crate::error::ApiError;
-use chat_reply::{REPLY_BYTES_MAX, unreadable};
+use chat_reply::{REPLY_BYTES_MAX, unreadable, usage_of};
+use events::translate;
 use messages::MessagesStream;
 use responses::{RequestEcho, ResponsesStream};
 
@@ -46,7 +47,15 @@ pub enum Translation {
 
 /// The translation of one stream.
 #[derive(Debug)]
-pub enum StreamTranslator {
+pub struct StreamTranslator {
+    target: StreamTarget,
+    /// Events before an error, which the push that failed has not returned.
+    unsent: BytesMut,
+}
+
+/// What a stream is translated to.
+#[derive(Debug)]
+enum StreamTarget {
     /// To the events of a message.
     Message(Box<MessagesStream>),
     /// To the events of a response.
@@ -94,20 +103,50 @@ impl TranslatedApi {
 }
 
 /// A field of a chat, and the field that it is made of.
-pub(crate) type FieldName = (&'static str, &'static str);
+pub(crate) struct FieldName {
+    pub(crate) chat: &'static str,
+    pub(crate) own: &'static str,
+    pub(crate) parts: FieldParts,
+}
+
+/// The parts of a field, such as the items of a list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FieldParts {
+    /// They have the same place in both.
+    Same,
+    /// They have other places in the request, or none.
+    Other,
+}
+
+impl FieldName {
+    pub(crate) const fn same(chat: &'static str, own: &'static str) -> Self {
+        Self { chat, own, parts: FieldParts::Same }
+    }
+
+    pub(crate) const fn other(chat: &'static str, own: &'static str) -> Self {
+        Self { chat, own, parts: FieldParts::Other }
+    }
+
+    /// The name of a chat's field in the request, if it is this one or a part of it.
+    fn of(&self, param: &str) -> Option<String> {
+        let rest = param.strip_prefix(self.chat)?;
+        let is_part = rest.is_empty() || rest.starts_with(['.', '[']);
+        is_part.then(|| match self.parts {
+            FieldParts::Same => format!("{}{rest}", self.own),
+            FieldParts::Other => self.own.to_owned(),
+        })
+    }
+}
 
 /// An error that names a chat's field, with the name of the field that it is made of.
 fn renamed(mut error: ApiError, names: &[FieldName]) -> ApiError {
     let Some(param) = error.param.take() else { return error };
-    let found = names.iter().find_map(|(chat, own)| {
-        let rest = param.strip_prefix(*chat)?;
-        (rest.is_empty() || rest.starts_with(['.', '['])).then_some((*chat, *own))
-    });
+    let found = names.iter().find_map(|name| Some((name, name.of(&param)?)));
     error.param = Some(match found {
-        // Messages and parts of formats have other places in the request.
-        Some((chat, own)) => {
-            error.message = error.message.replace(&format!("`{chat}`"), &format!("`{own}`"));
-            own.to_owned()
+        Some((FieldName { chat, own, .. }, named)) => {
+            let message = error.message.replace(&format!("`{param}`"), &format!("`{named}`"));
+            error.message = message.replace(&format!("`{chat}`"), &format!("`{own}`"));
+            named
         }
         None => param,
     });
@@ -129,7 +168,7 @@ impl Translation {
     /// # Errors
     /// 502 for a reply that has no counterpart.
     pub fn reply(&self, reply: &[u8]) -> Result<Bytes, ApiError> {
-        self.value(&read(reply)?).map(|value| value.to_string().into())
+        self.json(&read(reply)?).map(Bytes::from)
     }
 
     /// As [`Self::reply`], with the reply's `kv_transfer_params`. They are for routers, never for clients.
@@ -137,19 +176,21 @@ impl Translation {
     /// # Errors
     /// As [`Self::reply`].
     pub fn reply_with_handoff(&self, reply: &[u8]) -> Result<Bytes, ApiError> {
-        let mut chat = read(reply)?;
-        let mut value = self.value(&chat)?;
-        let params = chat.get_mut("kv_transfer_params").map(Value::take);
-        if let Some(params) = params.filter(|params| !params.is_null()) {
-            value["kv_transfer_params"] = params;
+        let chat = read(reply)?;
+        let mut json = self.json(&chat)?;
+        if let Some(params) = chat.get("kv_transfer_params").filter(|params| !params.is_null()) {
+            // One more member of an object that has some.
+            json.truncate(json.len() - 1);
+            json.push_str(&format!(",\"kv_transfer_params\":{params}}}"));
         }
-        Ok(value.to_string().into())
+        Ok(json.into())
     }
 
-    fn value(&self, chat: &Value) -> Result<Value, ApiError> {
+    /// The reply of a chat in the form of the API.
+    fn json(&self, chat: &Value) -> Result<String, ApiError> {
         match self {
-            Self::Message => messages::to_message(chat),
-            Self::TokenCount => messages::to_count(chat),
+            Self::Message => messages::to_message(chat).map(|message| message.to_string()),
+            Self::TokenCount => messages::to_count(chat).map(|count| count.to_string()),
             Self::Response(echo) => responses::to_response(chat, echo),
         }
     }
@@ -157,13 +198,12 @@ impl Translation {
     /// The translation of a stream; `None` for a reply that is never one.
     #[must_use]
     pub fn stream(&self) -> Option<StreamTranslator> {
-        match self {
-            Self::Message => Some(StreamTranslator::Message(Box::default())),
-            Self::TokenCount => None,
-            Self::Response(echo) => {
-                Some(StreamTranslator::Response(Box::new(ResponsesStream::new(Arc::clone(echo)))))
-            }
-        }
+        let target = match self {
+            Self::Message => StreamTarget::Message(Box::default()),
+            Self::TokenCount => return None,
+            Self::Response(echo) => StreamTarget::Response(Box::new(ResponsesStream::new(Arc::clone(echo)))),
+        };
+        Some(StreamTranslator { target, unsent: BytesMut::new() })
     }
 }
 
@@ -175,32 +215,48 @@ fn read(reply: &[u8]) -> Result<Value, ApiError> {
 }
 
 impl StreamTranslator {
-    /// Translates whole frames of a chat.
+    /// Translates whole frames of a chat. Events before an error are those of [`Self::fail`].
     ///
     /// # Errors
     /// 502 for a chunk that cannot be translated, or a stream that ends early.
     pub fn push(&mut self, frames: &[u8]) -> Result<Bytes, ApiError> {
-        match self {
-            Self::Message(stream) => stream.push(frames),
-            Self::Response(stream) => stream.push(frames),
+        let mut out = std::mem::take(&mut self.unsent);
+        let translated = match &mut self.target {
+            StreamTarget::Message(stream) => translate(&mut **stream, frames, &mut out),
+            StreamTarget::Response(stream) => translate(&mut **stream, frames, &mut out),
+        };
+        match translated {
+            Ok(()) => Ok(out.freeze()),
+            Err(error) => {
+                self.unsent = out;
+                Err(error)
+            }
         }
     }
 
     /// Sets the tokens of the prompt, of its cached part and of the response of a stream whose engine failed before it
     /// counted them.
     pub fn set_usage(&mut self, tokens: [u64; 3]) {
-        match self {
-            Self::Message(stream) => stream.set_usage(tokens),
-            Self::Response(stream) => stream.set_usage(tokens),
+        let chat = usage_of(tokens);
+        match &mut self.target {
+            StreamTarget::Message(stream) => stream.set_usage(&chat),
+            StreamTarget::Response(stream) => stream.set_usage(&chat),
         }
     }
 
     /// The last bytes of a stream that fails. A client must not take it for a complete one.
     pub fn fail(&mut self, error: &ApiError) -> Bytes {
-        match self {
-            Self::Message(_) => messages::error_event(error),
-            Self::Response(stream) => stream.fail(error),
+        let mut out = std::mem::take(&mut self.unsent);
+        match &mut self.target {
+            StreamTarget::Message(_) => {
+                let error = TranslatedApi::Messages.named(error.clone());
+                out.extend_from_slice(&messages::error_event(&error));
+            }
+            StreamTarget::Response(stream) => {
+                stream.fail(&TranslatedApi::Responses.named(error.clone()), &mut out);
+            }
         }
+        out.freeze()
     }
 }
 
@@ -233,11 +289,54 @@ mod tests {
         ] {
             assert_eq!(named(api, chat), (own.to_owned(), format!("`{own}` must be a number")));
         }
-        let (param, message) = named(TranslatedApi::Responses, "messages[3].content");
-        assert_eq!((param.as_str(), message.as_str()), ("input", "`messages[3].content` must be a number"));
+        // The places of messages differ, and those of the items of a list do not.
+        for (api, chat, own) in [
+            (TranslatedApi::Responses, "messages[3].content", "input"),
+            (TranslatedApi::Messages, "stop[0]", "stop_sequences[0]"),
+            (TranslatedApi::Responses, "stop[0]", "stop[0]"),
+        ] {
+            assert_eq!(named(api, chat), (own.to_owned(), format!("`{own}` must be a number")));
+        }
         assert_eq!(named(TranslatedApi::Messages, "stop_token_ids").0, "stop_token_ids");
         let plain = ApiError::bad_gateway("x");
         assert_eq!(TranslatedApi::Responses.named(plain.clone()), plain);
+    }
+
+    #[test]
+    fn the_events_before_an_error_are_sent_with_it() {
+        let text = |text: &str| {
+            let choice = serde_json::json!({"delta": {"content": text}});
+            format!(
+                "data: {}\n\n",
+                serde_json::json!({"id": "chatcmpl-1", "model": "m", "choices": [choice]})
+            )
+        };
+        let echo = Arc::new(RequestEcho::of(&Map::new()));
+        for translation in [Translation::Message, Translation::Response(echo)] {
+            let mut at_once = translation.stream().expect("a stream");
+            let all = text("a") + &text("b") + "data: [1]\n\n";
+            let error = at_once.push(all.as_bytes()).expect_err("it is no chunk");
+            let mut one_by_one = translation.stream().expect("a stream");
+            let mut expected = Vec::new();
+            for part in ["a", "b"] {
+                expected.extend(one_by_one.push(text(part).as_bytes()).expect("events"));
+            }
+            expected.extend(one_by_one.fail(&error));
+            let found = at_once.fail(&error);
+            assert_eq!(String::from_utf8_lossy(&found), String::from_utf8_lossy(&expected));
+        }
+    }
+
+    #[test]
+    fn a_failed_stream_names_the_field_of_its_api() {
+        let error = ApiError::invalid("response_format", "`response_format` cannot be met");
+        let echo = Arc::new(RequestEcho::of(&Map::new()));
+        for (translation, own) in
+            [(Translation::Message, "output_config.format"), (Translation::Response(echo), "text.format")]
+        {
+            let sent = translation.stream().expect("a stream").fail(&error);
+            assert!(String::from_utf8_lossy(&sent).contains(&format!("`{own}` cannot be met")), "{own}");
+        }
     }
 
     #[test]

@@ -308,6 +308,12 @@ impl OutputParser {
         in_tags || matches!(self.content, ContentParser::Harmony(_) | ContentParser::ForcedMessages(_))
     }
 
+    /// The marker that ends reasoning is followed by so many characters of whitespace in its token. They are left out
+    /// of a content with a constraint, which begins behind them. Called before the text of that token is added.
+    pub fn skip_spaces(&mut self, spaces: usize) {
+        self.sink.skip_spaces(spaces);
+    }
+
     /// Adds text. Returns the parts that are certain now.
     pub fn push(&mut self, text: &str) -> Vec<OutputPart> {
         let mut rest = String::new();

@@ -43,12 +43,15 @@ pub(super) struct OutputSink {
     shown: usize,
     /// Whether content keeps its whitespace beside markup: a constraint permits it as it is.
     exact: bool,
+    /// Whitespace before such content that belongs to the marker, in characters.
+    skipped: usize,
 }
 
 impl OutputSink {
     pub(super) fn new(shown: usize) -> Self {
         let kind = TextKind::Content;
-        Self { parts: Vec::new(), spaces: String::new(), kind, at_edge: false, calls: 0, shown, exact: false }
+        let (parts, spaces) = (Vec::new(), String::new());
+        Self { parts, spaces, kind, at_edge: false, calls: 0, shown, exact: false, skipped: 0 }
     }
 
     /// The same for a response whose content has a constraint.
@@ -56,10 +59,20 @@ impl OutputSink {
         Self { exact, ..self }
     }
 
+    /// The next content follows so much whitespace of the marker's token, which no constraint has seen.
+    pub(super) fn skip_spaces(&mut self, spaces: usize) {
+        self.skipped = spaces;
+    }
+
     /// Adds a character of text.
     pub(super) fn text(&mut self, kind: TextKind, character: char) {
         self.kind = kind;
         if self.exact && kind == TextKind::Content {
+            if self.skipped > 0 && character.is_ascii_whitespace() {
+                self.skipped -= 1;
+                return;
+            }
+            self.skipped = 0;
             self.at_edge = false;
         }
         if character.is_ascii_whitespace() {

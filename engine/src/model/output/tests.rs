@@ -393,6 +393,27 @@ fn content_with_a_constraint_keeps_its_whitespace_behind_reasoning() {
     }
 }
 
+/// The grammar does the same (`a_text_that_begins_inside_a_token_is_followed_from_there`).
+#[test]
+fn whitespace_in_the_token_of_the_marker_is_no_part_of_a_constrained_content() {
+    let (before, behind) = ("<think> Hm. </think>", " \n yes ");
+    for (spaces, kept) in [(0, " \n yes "), (1, "\n yes "), (3, "yes "), (9, "yes ")] {
+        let mut parser = OutputParser::new(QWEN3, OutputContext { exact: true, ..context() });
+        let mut found = parser.push(before);
+        parser.skip_spaces(spaces);
+        found.extend(behind.chars().flat_map(|character| parser.push(character.encode_utf8(&mut [0; 4]))));
+        found.extend(parser.finish());
+        let content: String = found
+            .iter()
+            .map(|part| match part {
+                OutputPart::Content(text) => text.as_str(),
+                OutputPart::Reasoning(_) | OutputPart::Call(_) | OutputPart::Arguments(_) => "",
+            })
+            .collect();
+        assert_eq!(content, kept, "{spaces}");
+    }
+}
+
 #[test]
 fn calls_are_bounded() {
     let one = OutputContext { calls_shown: 1, ..context() };

@@ -59,7 +59,7 @@ impl GenerateApi {
     /// Reads a request, and what its reply is translated to.
     ///
     /// # Errors
-    /// 400 with the field; [`Self::named`] gives it its name in this API.
+    /// 400 with the field of this API.
     pub(super) fn read(
         self,
         body: &Object,
@@ -73,12 +73,14 @@ impl GenerateApi {
                     // The last events of these APIs contain it.
                     chat.insert("stream_options".to_owned(), json!({"include_usage": true}));
                 }
-                Ok((GenerateRequest::from_map(Endpoint::Chat, &chat, limits)?, Some(translation)))
+                // The translation has named the client's own fields, and the chat has others.
+                let read = GenerateRequest::from_map(Endpoint::Chat, &chat, limits);
+                Ok((read.map_err(|error| self.named(error))?, Some(translation)))
             }
         }
     }
 
-    /// An error with the name of the field in this API.
+    /// An error of the chat with the name of the field in this API.
     pub(super) fn named(self, error: ApiError) -> ApiError {
         match self {
             Self::OpenAi(_) => error,
@@ -168,8 +170,7 @@ mod tests {
     fn read(path: &str, body: &Value) -> Result<GenerateRequest, Option<String>> {
         let api = GenerateApi::at(path).expect("it generates");
         let body = body.as_object().expect("an object");
-        let read = api.read(body, &ParseLimits::default()).map_err(|error| api.named(error));
-        read.map(|(request, _)| request).map_err(|error| error.param)
+        api.read(body, &ParseLimits::default()).map(|(request, _)| request).map_err(|error| error.param)
     }
 
     #[test]
@@ -189,9 +190,13 @@ mod tests {
 
     #[test]
     fn an_error_names_the_field_of_its_api() {
+        let user = json!([{"role": "user", "content": "x"}]);
+        let stop = json!({"messages": user, "max_tokens": 1, "stop_sequences": [7]});
         for (path, body, param) in [
             ("/v1/responses", json!({"input": "x", "max_output_tokens": 0}), "max_output_tokens"),
             ("/v1/responses", json!({"input": "x", "background": true}), "background"),
+            ("/v1/responses", json!({"input": "x", "prompt": {"id": "p"}}), "prompt"),
+            ("/v1/messages", stop, "stop_sequences[0]"),
             ("/v1/messages", json!({"messages": [], "max_tokens": 1}), "messages"),
             ("/v1/chat/completions", json!({"messages": []}), "messages"),
         ] {

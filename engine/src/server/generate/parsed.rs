@@ -103,6 +103,7 @@ impl ParsedChoice {
 
     /// Replaces the text of an update by its parts. Returns how many of its tokens are reasoning.
     pub(super) fn apply(&mut self, update: &mut ChoiceUpdate) -> usize {
+        let reasoned = self.reasoned(update.token);
         let mut parts = self.parser.push(&update.text);
         if update.finish.is_some() {
             parts.extend(self.parser.finish());
@@ -122,14 +123,17 @@ impl ParsedChoice {
             }
         }
         update.called = self.calls > 0 && !self.named;
-        self.reasoned(update.token)
+        reasoned
     }
 
-    /// Follows a token. Returns 1 if it is reasoning.
+    /// Follows a token. Returns 1 if it is reasoning. A grammar begins behind the whitespace of a token that ends it.
     fn reasoned(&mut self, token: Option<u32>) -> usize {
         let Some((track, token)) = self.track.as_mut().zip(token) else { return 0 };
         let before = track.tokens();
-        track.push(self.tokenizer.bytes(token));
+        let bytes = self.tokenizer.bytes(token);
+        if let Some(behind) = track.push(bytes).and_then(|at| bytes.get(at..)) {
+            self.parser.skip_spaces(behind.len() - behind.trim_ascii_start().len());
+        }
         (track.tokens() - before) as usize
     }
 

@@ -203,6 +203,7 @@ fn a_refusal_releases_its_handoff_and_names_the_field() {
         (RESPONSES, json!({"input": "hi", "previous_response_id": "resp_1"}), "previous_response_id"),
         (RESPONSES, json!({"input": "hi", "conversation": "conv_1"}), "conversation"),
         (RESPONSES, json!({"input": "hi", "background": true}), "background"),
+        (RESPONSES, json!({"input": "hi", "prompt": {"id": "p"}}), "prompt"),
         (RESPONSES, json!({"input": "hi", "tools": [{"type": "web_search"}]}), "tools[0].type"),
         (RESPONSES, json!({"input": [{"role": "user"}]}), "input[0].content"),
         (MESSAGES, json!({"messages": [{"role": "user", "content": "hi"}]}), "max_tokens"),

@@ -172,6 +172,26 @@ async fn an_error_behind_a_comment_is_a_typed_event() {
 }
 
 #[tokio::test]
+async fn an_error_behind_a_comment_has_the_form_of_responses() {
+    let p = FakeEngine::always(Action::LeaseGated(Some(HANDLE))).await;
+    let closes = FakeEngine::always(Action::Close).await;
+    let system = TestRouter::with(&[&p], &[&closes], "    responses: translate", COMMENTS).await;
+    let mut client = Client::connect(system.address).await;
+    client.post("/v1/responses", &json!({"model": "m", "input": "hi", "stream": true})).await;
+    assert_eq!(client.head().await.0, 200);
+    assert_eq!(client.chunk().await.as_deref(), Some(COMMENT));
+    p.open_gate();
+    let text = events(&mut client).await;
+    let data = text.strip_prefix("event: error\ndata: ").and_then(|text| text.strip_suffix("\n\n"));
+    let error: Value = serde_json::from_str(data.unwrap_or_else(|| panic!("{text}"))).unwrap();
+    assert_eq!(
+        (&error["type"], &error["sequence_number"], &error["error"]["code"]),
+        (&json!("error"), &json!(0), &json!("server_error"))
+    );
+    system.settled().await;
+}
+
+#[tokio::test]
 async fn a_whole_answer_behind_a_comment_is_an_error_of_its_engine() {
     let p = FakeEngine::always(Action::LeaseGated(Some(HANDLE))).await;
     let d = FakeEngine::always(Action::Whole(9)).await;

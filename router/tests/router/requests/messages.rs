@@ -368,6 +368,33 @@ async fn the_router_learns_which_engines_have_messages() {
 }
 
 #[tokio::test]
+async fn only_batons_engines_get_a_budget_of_reasoning() {
+    let chat =
+        json!({"id": "chatcmpl-7", "choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]});
+    let mut body = request(false);
+    body["thinking"] = json!({"type": "enabled", "budget_tokens": 1024});
+    let batons =
+        json!({"error": {"code": "unsupported_endpoint", "message": "this server does not have it"}});
+    for (mode, lacks, budget) in [
+        // It leaves a token of the request's eight for the content.
+        ("", batons.clone(), json!(7)),
+        ("", json!({"detail": "Not Found"}), Value::Null),
+        (TRANSLATE, batons, Value::Null),
+    ] {
+        let chat = chat.clone();
+        let d = FakeEngine::always(Action::Hang).await.with_rule(move |request| {
+            let is_question = request.path == "/v1/messages";
+            Some(if is_question { Action::Refuse(404, lacks.clone()) } else { Action::Json(chat.clone()) })
+        });
+        let system = TestRouter::with(&[], &[&d], mode, "").await;
+        assert_eq!(ask(&system, &body).await.json()["type"], "message");
+        let sent = d.received().pop().expect("a chat").body;
+        assert_eq!(sent["thinking_token_budget"], budget, "{mode}");
+        assert_eq!(sent["chat_template_kwargs"]["enable_thinking"], true);
+    }
+}
+
+#[tokio::test]
 async fn an_engine_that_gets_no_requests_is_not_asked_for_messages() {
     let chat =
         json!({"id": "chatcmpl-7", "choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]});

@@ -17,7 +17,9 @@ use serde_json::{Map, Value, json};
 use super::content;
 use crate::code::Code;
 use crate::error::ApiError;
+use crate::field::whole;
 use crate::translate::block::array;
+use crate::translate::chat_reply::has_text_to_continue;
 
 type Object = Map<String, Value>;
 
@@ -42,6 +44,9 @@ const KEPT: [&str; 16] = [
     "kv_transfer_params",
 ];
 
+/// A chat's field with the budget of reasoning. Engines that do not know it, or have no setting for it, may refuse it.
+pub const THINKING_BUDGET: &str = "thinking_token_budget";
+
 /// Translates a request of `/v1/messages`.
 ///
 /// # Errors
@@ -60,13 +65,9 @@ pub fn to_chat(body: &Object) -> Result<Object, ApiError> {
     if let Some(user) = body.get("metadata").and_then(|metadata| metadata["user_id"].as_str()) {
         chat.insert("user".to_owned(), user.into());
     }
-    if chat.contains_key("tools") {
-        tool_choice(body, &mut chat)?;
-    }
-    output_config(body, &mut chat)?;
-    let thinking = body.get("thinking").filter(|thinking| thinking["type"] == "enabled");
-    if let Some(budget) = thinking.and_then(|thinking| thinking.get("budget_tokens")) {
-        chat.insert("thinking_token_budget".to_owned(), budget.clone());
+    output_format(body, &mut chat)?;
+    if let Some(budget) = thinking_budget(body) {
+        chat.insert(THINKING_BUDGET.to_owned(), budget);
     }
     if array(body, "mcp_servers")?.is_some_and(|servers| !servers.is_empty()) {
         let message = "`mcp_servers` is not supported: no servers are called here";
@@ -98,7 +99,8 @@ fn conversation(body: &Object, chat: &mut Object) -> Result<(), ApiError> {
         content::turn(index, turn, &mut messages)?;
     }
     let is_continued = last["role"] == "assistant"
-        && messages.last().is_some_and(|message| message.get("tool_calls").is_none());
+        && messages.last().is_some_and(|message| message.get("tool_calls").is_none())
+        && has_text_to_continue(&messages);
     chat.insert("messages".to_owned(), messages.into());
     if is_continued {
         chat.insert("continue_final_message".to_owned(), true.into());
@@ -107,8 +109,22 @@ fn conversation(body: &Object, chat: &mut Object) -> Result<(), ApiError> {
     if let Some(tools) = array(body, "tools")?.filter(|tools| !tools.is_empty()) {
         let tools = tools.iter().enumerate().map(|(index, value)| tool(index, value));
         chat.insert("tools".to_owned(), tools.collect::<Result<Vec<_>, _>>()?.into());
+        tool_choice(body, chat)?;
     }
+    reasoning_effort(body, chat);
     template_kwargs(body, chat)
+}
+
+/// The budget of reasoning. Chats refuse one that leaves no token for the content, which Messages allow: it is less.
+fn thinking_budget(body: &Object) -> Option<Value> {
+    let thinking = body.get("thinking").filter(|thinking| thinking["type"] == "enabled")?;
+    let budget = thinking.get("budget_tokens")?;
+    let most = body.get("max_tokens").and_then(whole).map(|tokens| tokens.saturating_sub(1));
+    let most = most.filter(|most| *most >= 0);
+    match (whole(budget), most) {
+        (Some(tokens), Some(most)) if tokens > most => Some(most.into()),
+        _ => Some(budget.clone()),
+    }
 }
 
 /// One tool of the client. The tools of Anthropic's servers have a `type`.
@@ -183,13 +199,17 @@ fn template_kwargs(body: &Object, chat: &mut Object) -> Result<(), ApiError> {
     Ok(())
 }
 
-fn output_config(body: &Object, chat: &mut Object) -> Result<(), ApiError> {
-    let Some(config) = body.get("output_config").filter(|config| !config.is_null()) else { return Ok(()) };
-    if let Some(effort) = config["effort"].as_str() {
+/// Templates read it, so it is a part of the prompt.
+fn reasoning_effort(body: &Object, chat: &mut Object) {
+    if let Some(effort) = body.get("output_config").and_then(|config| config["effort"].as_str()) {
         // A chat has three levels.
         let effort = if matches!(effort, "xhigh" | "max") { "high" } else { effort };
         chat.insert("reasoning_effort".to_owned(), effort.into());
     }
+}
+
+fn output_format(body: &Object, chat: &mut Object) -> Result<(), ApiError> {
+    let Some(config) = body.get("output_config").filter(|config| !config.is_null()) else { return Ok(()) };
     let format = &config["format"];
     match format["type"].as_str() {
         Some("json_schema") if format["schema"].is_object() => {

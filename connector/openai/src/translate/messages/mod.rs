@@ -15,7 +15,7 @@ mod stop;
 mod stream;
 mod system;
 
-pub use chat::{to_chat, to_tokenize};
+pub use chat::{THINKING_BUDGET, to_chat, to_tokenize};
 pub use error::{error_body, error_event, is_at};
 pub(crate) use reply::{to_count, to_message};
 pub use stream::MessagesStream;
@@ -30,8 +30,8 @@ pub const COUNT_TOKENS: &str = "/v1/messages/count_tokens";
 
 /// Fields of a chat in errors, and the fields that they are made of.
 pub(crate) const FIELDS: [FieldName; 4] = [
-    ("thinking_token_budget", "thinking.budget_tokens"),
-    ("stop", "stop_sequences"),
-    ("response_format", "output_config.format"),
-    ("reasoning_effort", "output_config.effort"),
+    FieldName::same(THINKING_BUDGET, "thinking.budget_tokens"),
+    FieldName::same("stop", "stop_sequences"),
+    FieldName::other("response_format", "output_config.format"),
+    FieldName::same("reasoning_effort", "output_config.effort"),
 ];

@@ -55,15 +55,32 @@ impl Stop {
 pub(super) fn usage(usage: &Value) -> Value {
     let tokens = |value: &Value| value.as_u64().unwrap_or(0);
     let cached = tokens(&usage["prompt_tokens_details"]["cached_tokens"]);
-    json!({
+    let mut found = json!({
         "input_tokens": tokens(&usage["prompt_tokens"]).saturating_sub(cached),
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": tokens(&usage["completion_tokens"]),
-    })
+    });
+    if let Some(reasoning) = usage["completion_tokens_details"]["reasoning_tokens"].as_u64() {
+        found["output_tokens_details"] = json!({"thinking_tokens": reasoning});
+    }
+    found
 }
 
 /// The id of a message, from that of a chat.
 pub(super) fn message_id(chat: &Value) -> String {
     format!("msg_{}", bare_id(chat))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_tokens_of_reasoning_are_counted_where_the_chat_counts_them() {
+        let mut chat = json!({"prompt_tokens": 9, "completion_tokens": 4});
+        assert_eq!(usage(&chat).get("output_tokens_details"), None);
+        chat["completion_tokens_details"] = json!({"reasoning_tokens": 3});
+        assert_eq!(usage(&chat)["output_tokens_details"], json!({"thinking_tokens": 3}));
+    }
 }

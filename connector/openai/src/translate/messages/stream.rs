@@ -15,13 +15,13 @@
 //! - `message_stop` follows a finish reason and `[DONE]`. A stream that lacks either ends with the caller's error.
 //! - Nothing is guessed or dropped: a chunk that has no counterpart is an error.
 
-use bytes::{Bytes, BytesMut};
+use bytes::BytesMut;
 use serde_json::{Value, json};
 
 use super::stop::{Calls, Stop, message_id, usage};
 use crate::error::ApiError;
 use crate::translate::chat_reply::{REPLY_BYTES_MAX, calls, is_json, reasoning, untranslatable};
-use crate::translate::events::{event, frames};
+use crate::translate::events::{ChatEvents, event};
 
 /// The kind of an open block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,35 +49,12 @@ pub struct MessagesStream {
     usage: Option<Value>,
 }
 
-impl MessagesStream {
-    /// Translates whole frames.
-    ///
-    /// # Errors
-    /// 502 for a chunk that cannot be translated, or a stream that ends early.
-    pub(crate) fn push(&mut self, bytes: &[u8]) -> Result<Bytes, ApiError> {
-        let (mut out, mut read) = (BytesMut::new(), 0);
-        for frame in frames(bytes) {
-            read = frame.end;
-            match frame.data {
-                // A comment keeps the connection alive. In Messages an event does.
-                None if self.id.is_some() => out.extend_from_slice(&event(&json!({"type": "ping"}))),
-                None => {}
-                Some(data) if data.trim_ascii() == b"[DONE]" => self.finish(&mut out)?,
-                Some(data) => {
-                    let chunk = serde_json::from_slice(&data).ok().filter(Value::is_object);
-                    self.chunk(&chunk.ok_or_else(untranslatable)?, &mut out)?;
-                }
-            }
+impl ChatEvents for MessagesStream {
+    /// In Messages an event keeps the connection alive.
+    fn comment(&mut self, out: &mut BytesMut) {
+        if self.id.is_some() {
+            out.extend_from_slice(&event(&json!({"type": "ping"})));
         }
-        // The rest is a part of a frame that is too long for the buffer.
-        if read == bytes.len() { Ok(out.freeze()) } else { Err(untranslatable()) }
-    }
-
-    /// Sets the usage of a stream whose engine failed before it sent its own.
-    pub(crate) fn set_usage(&mut self, [prompt, cached, completion]: [u64; 3]) {
-        let details = json!({"cached_tokens": cached});
-        let chat = json!({"prompt_tokens": prompt, "completion_tokens": completion, "prompt_tokens_details": details});
-        self.usage.get_or_insert_with(|| usage(&chat));
     }
 
     fn chunk(&mut self, chunk: &Value, out: &mut BytesMut) -> Result<(), ApiError> {
@@ -117,6 +94,29 @@ impl MessagesStream {
             self.finished = Some(json!({"finish_reason": finish, "stop_reason": stop}));
         }
         Ok(())
+    }
+
+    fn finish(&mut self, out: &mut BytesMut) -> Result<(), ApiError> {
+        let Some(finished) = self.finished.take() else { return Err(untranslatable()) };
+        let calls = match self.last_call {
+            None => Calls::None,
+            Some(_) if is_json(&self.last_arguments) => Calls::Complete,
+            Some(_) => Calls::Cut,
+        };
+        let stop = Stop::of(&finished, calls)?;
+        self.close(out);
+        let delta = json!({"stop_reason": stop.reason, "stop_sequence": stop.sequence});
+        let usage = self.usage.take().unwrap_or_else(|| usage(&Value::Null));
+        out.extend_from_slice(&event(&json!({"type": "message_delta", "delta": delta, "usage": usage})));
+        out.extend_from_slice(&event(&json!({"type": "message_stop"})));
+        Ok(())
+    }
+}
+
+impl MessagesStream {
+    /// Sets the usage of a stream whose engine failed before it sent its own.
+    pub(crate) fn set_usage(&mut self, chat: &Value) {
+        self.usage.get_or_insert_with(|| usage(chat));
     }
 
     /// A part of a tool call. The first part of each call has its name.
@@ -172,22 +172,6 @@ impl MessagesStream {
             let stop = json!({"type": "content_block_stop", "index": self.blocks.saturating_sub(1)});
             out.extend_from_slice(&event(&stop));
         }
-    }
-
-    fn finish(&mut self, out: &mut BytesMut) -> Result<(), ApiError> {
-        let Some(finished) = self.finished.take() else { return Err(untranslatable()) };
-        let calls = match self.last_call {
-            None => Calls::None,
-            Some(_) if is_json(&self.last_arguments) => Calls::Complete,
-            Some(_) => Calls::Cut,
-        };
-        let stop = Stop::of(&finished, calls)?;
-        self.close(out);
-        let delta = json!({"stop_reason": stop.reason, "stop_sequence": stop.sequence});
-        let usage = self.usage.take().unwrap_or_else(|| usage(&Value::Null));
-        out.extend_from_slice(&event(&json!({"type": "message_delta", "delta": delta, "usage": usage})));
-        out.extend_from_slice(&event(&json!({"type": "message_stop"})));
-        Ok(())
     }
 }
 

@@ -7,14 +7,15 @@
 //! | `function_call_output` | a message of role `tool` |
 //!
 //! Another item is refused by name. Encrypted reasoning is removed: only OpenAI can read it. A last message of the
-//! assistant that is not completed is continued, as in vLLM.
+//! assistant that is not completed is continued, as in vLLM, if it has a text. Arguments of a call that are no JSON
+//! object, such as those that a limit cut, are `{}`: a chat has no others.
 
 use serde_json::{Map, Value, json};
 
 use crate::error::ApiError;
 use crate::field::{Fields, must_be};
 use crate::translate::block::{Block, blocks, content, image_part, text_part};
-use crate::translate::chat_reply::is_json;
+use crate::translate::chat_reply::{has_text_to_continue, is_json};
 
 /// Roles of messages.
 const ROLES: [&str; 4] = ["user", "assistant", "system", "developer"];
@@ -59,8 +60,9 @@ pub(super) fn conversation(fields: Fields<'_>, chat: &mut Map<String, Value>) ->
     for (index, value) in items.iter().enumerate() {
         conversation.add(&Block { path: format!("input[{index}]"), value })?;
     }
-    let is_continued = items.last().is_some_and(is_unfinished);
     conversation.close();
+    let is_continued =
+        items.last().is_some_and(is_unfinished) && has_text_to_continue(&conversation.messages);
     chat.insert("messages".to_owned(), conversation.messages.into());
     if is_continued {
         chat.insert("continue_final_message".to_owned(), true.into());
@@ -144,13 +146,9 @@ impl Conversation {
     }
 
     fn call(&mut self, item: &Block<'_>) -> Result<(), ApiError> {
-        let arguments = item.text("arguments")?;
-        let text = arguments.trim();
-        if !text.is_empty() && !(text.starts_with('{') && is_json(text)) {
-            let path = format!("{}.arguments", item.path);
-            let message = format!("`{path}` must be a JSON object in a string");
-            return Err(ApiError::invalid(path, message));
-        }
+        let written = item.text("arguments")?;
+        let is_object = written.trim_start().starts_with('{') && is_json(written);
+        let arguments = if is_object || written.trim().is_empty() { written } else { "{}" };
         let function = json!({"name": item.text("name")?, "arguments": arguments});
         let call = json!({"id": item.text("call_id")?, "type": "function", "function": function});
         self.turn(|_| true).calls.push(call);

@@ -9,6 +9,7 @@
 
 mod echo;
 mod items;
+mod json;
 mod output;
 mod reply;
 mod request;
@@ -17,7 +18,7 @@ mod stream;
 pub use echo::RequestEcho;
 pub(crate) use reply::to_response;
 pub use request::to_chat;
-pub use stream::ResponsesStream;
+pub use stream::{ResponsesStream, error_event};
 
 use crate::translate::FieldName;
 
@@ -26,10 +27,10 @@ pub const PATH: &str = "/v1/responses";
 
 /// Fields of a chat in errors, and the fields that they are made of.
 pub(crate) const FIELDS: [FieldName; 6] = [
-    ("max_tokens", "max_output_tokens"),
-    ("messages", "input"),
-    ("prompt", "input"),
-    ("reasoning_effort", "reasoning.effort"),
-    ("response_format", "text.format"),
-    ("logprobs", "include"),
+    FieldName::same("max_tokens", "max_output_tokens"),
+    FieldName::other("messages", "input"),
+    FieldName::other("prompt", "input"),
+    FieldName::same("reasoning_effort", "reasoning.effort"),
+    FieldName::other("response_format", "text.format"),
+    FieldName::other("logprobs", "include"),
 ];

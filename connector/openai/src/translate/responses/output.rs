@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 
 use super::RequestEcho;
+use super::json::{JsonArray, JsonObject};
 use crate::error::ApiError;
 use crate::translate::chat_reply::{bare_id, incomplete};
 
@@ -29,8 +30,16 @@ pub(super) enum Status {
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Item {
     Reasoning(String),
-    Message { text: String, logprobs: Vec<Value> },
-    Call { id: Value, name: String, arguments: String },
+    Message {
+        text: String,
+        /// One entry per token.
+        logprobs: JsonArray,
+    },
+    Call {
+        id: Value,
+        name: String,
+        arguments: String,
+    },
 }
 
 impl Status {
@@ -61,7 +70,10 @@ impl ResponseHead {
     /// Of a chat, or of its first chunk.
     pub(super) fn of(chat: &Value) -> Self {
         let id = bare_id(chat).to_owned();
-        Self { id, created: chat["created"].clone(), model: chat["model"].clone() }
+        let known = |name: &str, is_type: fn(&Value) -> bool| {
+            chat.get(name).filter(|&value| is_type(value)).cloned().unwrap_or_default()
+        };
+        Self { id, created: known("created", Value::is_number), model: known("model", Value::is_string) }
     }
 
     /// The id of the item at an index of the output.
@@ -79,28 +91,31 @@ impl ResponseHead {
         &self,
         echo: &RequestEcho,
         status: Status,
-        output: &[Value],
+        output: &JsonArray,
         usage: Option<&Value>,
         error: Option<&ApiError>,
-    ) -> Value {
+    ) -> String {
         let details = match status {
             Status::Incomplete(reason) => json!({"reason": reason}),
             Status::InProgress | Status::Completed | Status::Failed => Value::Null,
         };
-        let mut response = json!({
-            "id": format!("resp_{}", self.id), "object": "response", "created_at": self.created,
-            "status": status.word(), "error": error.map(failure), "incomplete_details": details,
-            "model": self.model, "output": output, "usage": usage,
-        });
-        if let Value::Object(members) = &mut response {
-            members.extend(echo.fields().clone());
-        }
-        response
+        JsonObject::default()
+            .with_text("id", &format!("resp_{}", self.id))
+            .with_text("object", "response")
+            .with("created_at", &self.created)
+            .with_text("status", status.word())
+            .with("error", error.map(failure).unwrap_or_default())
+            .with("incomplete_details", details)
+            .with("model", &self.model)
+            .with("output", output)
+            .with("usage", usage.unwrap_or(&Value::Null))
+            .with_all(echo.fields())
+            .to_string()
     }
 }
 
 /// The `error` of a response. `code` is one of OpenAI's; `type` implies the status.
-fn failure(error: &ApiError) -> Value {
+pub(super) fn failure(error: &ApiError) -> Value {
     let code = match error.status {
         429 => "rate_limit_exceeded",
         400..500 => "invalid_prompt",
@@ -111,31 +126,50 @@ fn failure(error: &ApiError) -> Value {
 
 impl Item {
     /// The item with this id.
-    pub(super) fn value(&self, id: &str, status: Status) -> Value {
-        let status = status.word();
-        match self {
-            Self::Reasoning(_) => json!({
-                "id": id, "type": "reasoning", "summary": [], "content": [self.part()],
-                "encrypted_content": null, "status": status,
-            }),
-            Self::Message { .. } => json!({
-                "id": id, "type": "message", "role": "assistant", "status": status, "content": [self.part()],
-            }),
-            Self::Call { id: call, name, arguments } => json!({
-                "id": id, "type": "function_call", "call_id": call, "name": name, "arguments": arguments,
-                "status": status,
-            }),
+    pub(super) fn json(&self, id: &str, status: Status) -> String {
+        let mut content = JsonArray::default();
+        if let Some(part) = self.part() {
+            content.push(part);
         }
+        self.with_content(id, status, &content)
     }
 
-    /// Its only part; `null` for a call.
-    pub(super) fn part(&self) -> Value {
-        match self {
-            Self::Reasoning(text) => json!({"type": "reasoning_text", "text": text}),
-            Self::Message { text, logprobs } => {
-                json!({"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs})
+    /// The same before its first part.
+    pub(super) fn begun(&self, id: &str) -> String {
+        self.with_content(id, Status::InProgress, &JsonArray::default())
+    }
+
+    fn with_content(&self, id: &str, status: Status, content: &JsonArray) -> String {
+        let item = JsonObject::default().with_text("id", id).with_text("status", status.word());
+        let item = match self {
+            Self::Reasoning(_) => item
+                .with_text("type", "reasoning")
+                .with("summary", "[]")
+                .with("content", content)
+                .with("encrypted_content", Value::Null),
+            Self::Message { .. } => {
+                item.with_text("type", "message").with_text("role", "assistant").with("content", content)
             }
-            Self::Call { .. } => Value::Null,
+            Self::Call { id: call, name, arguments } => item
+                .with_text("type", "function_call")
+                .with("call_id", call)
+                .with_text("name", name)
+                .with_text("arguments", arguments),
+        };
+        item.to_string()
+    }
+
+    /// Its only part; `None` for a call.
+    pub(super) fn part(&self) -> Option<JsonObject> {
+        match self {
+            Self::Reasoning(text) => {
+                Some(JsonObject::default().with_text("type", "reasoning_text").with_text("text", text))
+            }
+            Self::Message { text, logprobs } => {
+                let part = JsonObject::default().with_text("type", "output_text").with_text("text", text);
+                Some(part.with("annotations", "[]").with("logprobs", logprobs))
+            }
+            Self::Call { .. } => None,
         }
     }
 }
@@ -155,7 +189,9 @@ pub(super) fn usage(usage: &Value) -> Value {
     })
 }
 
-/// The log probabilities of a choice or a chunk, in the form of both APIs.
-pub(super) fn logprobs(choice: &Value) -> &[Value] {
-    choice["logprobs"]["content"].as_array().map_or(&[], Vec::as_slice)
+/// The log probabilities of a choice or a chunk, whose entries have the form of both APIs.
+pub(super) fn logprobs(choice: &Value) -> JsonArray {
+    let mut found = JsonArray::default();
+    choice["logprobs"]["content"].as_array().into_iter().flatten().for_each(|entry| found.push(entry));
+    found
 }

@@ -3,15 +3,16 @@
 use serde_json::Value;
 
 use super::RequestEcho;
+use super::json::JsonArray;
 use super::output::{Item, ResponseHead, Status, logprobs, usage};
 use crate::error::ApiError;
 use crate::translate::chat_reply::{calls, reasoning, unreadable};
 
-/// A whole chat as a response.
+/// A whole chat as a response, in JSON.
 ///
 /// # Errors
 /// 502 for a reply that has no counterpart.
-pub(crate) fn to_response(chat: &Value, echo: &RequestEcho) -> Result<Value, ApiError> {
+pub(crate) fn to_response(chat: &Value, echo: &RequestEcho) -> Result<String, ApiError> {
     let choice = &chat["choices"][0];
     let message = &choice["message"];
     let status = Status::of(choice)?;
@@ -23,7 +24,7 @@ pub(crate) fn to_response(chat: &Value, echo: &RequestEcho) -> Result<Value, Api
     let text = message["content"].as_str().unwrap_or_default();
     let calls = calls(message);
     if !text.is_empty() || (items.is_empty() && calls.is_empty()) {
-        items.push(Item::Message { text: text.to_owned(), logprobs: logprobs(choice).to_vec() });
+        items.push(Item::Message { text: text.to_owned(), logprobs: logprobs(choice) });
     }
     for call in calls {
         let function = &call["function"];
@@ -35,12 +36,12 @@ pub(crate) fn to_response(chat: &Value, echo: &RequestEcho) -> Result<Value, Api
     }
     let head = ResponseHead::of(chat);
     let last = items.len() - 1;
-    let item = |(index, item): (usize, &Item)| {
+    let mut output = JsonArray::default();
+    for (index, item) in items.iter().enumerate() {
         // The end of a text cuts its last item only.
         let status = if index == last { status } else { Status::Completed };
-        item.value(&head.item_id(item, index), status)
-    };
-    let output: Vec<Value> = items.iter().enumerate().map(item).collect();
+        output.push(item.json(&head.item_id(item, index), status));
+    }
     Ok(head.response(echo, status, &output, Some(&usage(&chat["usage"])), None))
 }
 
@@ -56,7 +57,8 @@ mod tests {
             "completion_tokens_details": {"reasoning_tokens": 2}});
         let chat = json!({"id": "chatcmpl-1", "created": 7, "model": "m", "choices": [choice],
             "usage": usage});
-        to_response(&chat, &RequestEcho::of(&Map::new())).map_err(|error| error.status)
+        let text = to_response(&chat, &RequestEcho::of(&Map::new())).map_err(|error| error.status)?;
+        Ok(serde_json::from_str(&text).expect("JSON"))
     }
 
     #[test]

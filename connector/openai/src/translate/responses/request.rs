@@ -115,8 +115,26 @@ fn check_supported(fields: Fields<'_>) -> Result<(), ApiError> {
     if management.is_some_and(|value| value.as_array().is_none_or(|edits| !edits.is_empty())) {
         return refused("context_management", "is not supported: no item of the input is left out here");
     }
-    fields.object("metadata")?;
     fields.boolean("store")?;
+    check_repeated(fields)
+}
+
+/// Checks fields that have no effect, and are in the response.
+fn check_repeated(fields: Fields<'_>) -> Result<(), ApiError> {
+    for name in ["prompt_cache_key", "safety_identifier", "service_tier", "user"] {
+        fields.string(name)?;
+    }
+    fields.count_from("max_tool_calls", 0..=u32::MAX)?;
+    if let Some(metadata) = fields.object("metadata")?
+        && let Some(wrong) = metadata.values().find(|value| !value.is_string())
+    {
+        return Err(must_be("metadata", "an object of strings", wrong));
+    }
+    for (object, member) in [("reasoning", "summary"), ("text", "verbosity")] {
+        if let Some(members) = fields.object(object)? {
+            Fields::under(members, object).string(member)?;
+        }
+    }
     Ok(())
 }
 

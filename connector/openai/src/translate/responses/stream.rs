@@ -12,10 +12,11 @@
 //!
 //! Invariants:
 //! - At most one item is open. Events are numbered without a gap, and items in order.
-//! - The last event has the whole response: what the same chat in one piece is translated to, but for the log
-//!   probabilities of tokens after a message.
+//! - The last event has the whole response: what the same chat in one piece is translated to, if no text follows a
+//!   call. Such a text is an item of its own, and a chat in one piece does not show its place. The log probabilities of
+//!   tokens after a message are left out.
 //! - `response.completed` and `response.incomplete` follow a finish reason and `[DONE]`. A stream that lacks either ends
-//!   with `response.failed`.
+//!   with `response.failed`, or `error` before there is a response.
 
 use std::sync::Arc;
 
@@ -23,11 +24,14 @@ use bytes::{Bytes, BytesMut};
 use serde_json::{Map, Value, json};
 
 use super::RequestEcho;
-use super::output::{Item, ResponseHead, Status, logprobs, usage};
+use super::json::{JsonArray, JsonObject};
+use super::output::{Item, ResponseHead, Status, failure, logprobs, usage};
 use crate::error::ApiError;
-use crate::sse::DONE;
 use crate::translate::chat_reply::{REPLY_BYTES_MAX, calls, reasoning, untranslatable};
-use crate::translate::events::{event, frames};
+use crate::translate::events::ChatEvents;
+
+/// Bytes of JSON of an item without its text, about.
+const ITEM_BYTES: usize = 256;
 
 /// The translation of one stream.
 #[derive(Debug)]
@@ -39,15 +43,15 @@ pub struct ResponsesStream {
     sequence: u64,
     open: Option<OpenItem>,
     /// The items that have ended.
-    output: Vec<Value>,
+    output: JsonArray,
     /// The index of the last call in the chat.
     last_call: Option<u64>,
     /// Log probabilities that no event has had.
-    logprobs: Vec<Value>,
+    logprobs: JsonArray,
     /// The last choice with a finish reason.
     finished: Option<Value>,
     usage: Option<Value>,
-    /// Bytes of all chunks.
+    /// Bytes of JSON that the last event will repeat.
     bytes: usize,
 }
 
@@ -58,62 +62,9 @@ struct OpenItem {
     item: Item,
 }
 
-impl ResponsesStream {
-    pub(crate) fn new(echo: Arc<RequestEcho>) -> Self {
-        Self {
-            echo,
-            head: None,
-            sequence: 0,
-            open: None,
-            output: Vec::new(),
-            last_call: None,
-            logprobs: Vec::new(),
-            finished: None,
-            usage: None,
-            bytes: 0,
-        }
-    }
-
-    /// Translates whole frames.
-    ///
-    /// # Errors
-    /// 502 for a chunk that cannot be translated, or a stream that ends early.
-    pub(crate) fn push(&mut self, bytes: &[u8]) -> Result<Bytes, ApiError> {
-        let (mut out, mut read) = (BytesMut::new(), 0);
-        for frame in frames(bytes) {
-            read = frame.end;
-            match frame.data {
-                // A comment keeps the connection alive.
-                None => out.extend_from_slice(b": ka\n\n"),
-                Some(data) if data.trim_ascii() == b"[DONE]" => self.finish(&mut out)?,
-                Some(data) => {
-                    let chunk = serde_json::from_slice(&data).ok().filter(Value::is_object);
-                    self.chunk(&chunk.ok_or_else(untranslatable)?, &mut out)?;
-                }
-            }
-        }
-        // The rest is a part of a frame that is too long for the buffer.
-        if read == bytes.len() { Ok(out.freeze()) } else { Err(untranslatable()) }
-    }
-
-    /// Sets the usage of a stream whose engine failed before it sent its own.
-    pub(crate) fn set_usage(&mut self, [prompt, cached, completion]: [u64; 3]) {
-        let details = json!({"cached_tokens": cached});
-        let chat = json!({"prompt_tokens": prompt, "completion_tokens": completion, "prompt_tokens_details": details});
-        self.usage.get_or_insert_with(|| usage(&chat));
-    }
-
-    /// The end of a stream that fails. Without a response there is none that could fail.
-    pub(crate) fn fail(&mut self, error: &ApiError) -> Bytes {
-        let Some(head) = self.head.clone() else { return [error.to_sse(), DONE].concat().into() };
-        let mut out = BytesMut::new();
-        if let Some(open) = self.open.take() {
-            self.output.push(open.item.value(&open.id, Status::Incomplete("")));
-        }
-        let usage = self.usage.as_ref();
-        let response = head.response(&self.echo, Status::Failed, &self.output, usage, Some(error));
-        self.emit("response.failed", json!({"response": response}), &mut out);
-        out.freeze()
+impl ChatEvents for ResponsesStream {
+    fn comment(&mut self, out: &mut BytesMut) {
+        out.extend_from_slice(b": ka\n\n");
     }
 
     fn chunk(&mut self, chunk: &Value, out: &mut BytesMut) -> Result<(), ApiError> {
@@ -125,8 +76,9 @@ impl ResponsesStream {
         }
         let choice = &chunk["choices"][0];
         let delta = &choice["delta"];
-        self.count(choice)?;
-        self.logprobs.extend_from_slice(logprobs(choice));
+        let scored = logprobs(choice);
+        self.count(delta, &scored)?;
+        self.logprobs.append(&scored);
         let thinking = reasoning(delta);
         if !thinking.is_empty() {
             self.reasoning(thinking, out);
@@ -143,24 +95,86 @@ impl ResponsesStream {
         Ok(())
     }
 
-    /// Bounds what the last event will repeat.
-    fn count(&mut self, choice: &Value) -> Result<(), ApiError> {
-        let delta = &choice["delta"];
-        let text = |value: &Value| value.as_str().map_or(0, str::len);
-        self.bytes += reasoning(delta).len() + text(&delta["content"]);
-        for call in calls(delta) {
-            self.bytes += text(&call["function"]["arguments"]) + text(&call["function"]["name"]) + 64;
+    fn finish(&mut self, out: &mut BytesMut) -> Result<(), ApiError> {
+        let (Some(finished), Some(head)) = (self.finished.take(), self.head.clone()) else {
+            return Err(untranslatable());
+        };
+        let status = Status::of(&finished)?;
+        if self.open.is_none() && self.output.len() == 0 {
+            self.open(Item::Message { text: String::new(), logprobs: JsonArray::default() }, out);
         }
-        // An entry is about as large as its JSON.
-        self.bytes += logprobs(choice).iter().map(|entry| entry.to_string().len()).sum::<usize>();
+        // The log probabilities of a text's last tokens, which have added nothing to it.
+        let rest = std::mem::take(&mut self.logprobs);
+        if let Some(OpenItem { item: Item::Message { logprobs, .. }, .. }) = &mut self.open {
+            logprobs.append(&rest);
+        }
+        self.close(status, out);
+        let usage = self.usage.take().unwrap_or_else(|| usage(&Value::Null));
+        let response = head.response(&self.echo, status, &self.output, Some(&usage), None);
+        let kind = if status == Status::Completed { "response.completed" } else { "response.incomplete" };
+        self.emit(kind, &JsonObject::default().with("response", response), out);
+        Ok(())
+    }
+}
+
+impl ResponsesStream {
+    pub(crate) fn new(echo: Arc<RequestEcho>) -> Self {
+        Self {
+            echo,
+            head: None,
+            sequence: 0,
+            open: None,
+            output: JsonArray::default(),
+            last_call: None,
+            logprobs: JsonArray::default(),
+            finished: None,
+            usage: None,
+            bytes: 0,
+        }
+    }
+
+    /// Sets the usage of a stream whose engine failed before it sent its own.
+    pub(crate) fn set_usage(&mut self, chat: &Value) {
+        self.usage.get_or_insert_with(|| usage(chat));
+    }
+
+    /// Adds the end of a stream that fails. Without a response there is none that could fail: the event `error` has the
+    /// fields of OpenAI's reference, and `error`, by which its SDKs know that the stream has failed.
+    pub(crate) fn fail(&mut self, error: &ApiError, out: &mut BytesMut) {
+        let Some(head) = self.head.clone() else {
+            let failure = failure(error);
+            let text = |name: &str| failure[name].to_string();
+            let members = JsonObject::default()
+                .with("code", text("code"))
+                .with("message", text("message"))
+                .with("param", text("param"));
+            return self.emit("error", &members.with("error", &failure), out);
+        };
+        if let Some(OpenItem { id, item }) = self.open.take() {
+            self.output.push(item.json(&id, Status::Incomplete("")));
+        }
+        let response =
+            head.response(&self.echo, Status::Failed, &self.output, self.usage.as_ref(), Some(error));
+        self.emit("response.failed", &JsonObject::default().with("response", response), out);
+    }
+
+    /// Bounds what the last event will repeat, items of earlier chunks included.
+    fn count(&mut self, delta: &Value, logprobs: &JsonArray) -> Result<(), ApiError> {
+        let text = |value: &Value| if value.is_string() { value.to_string().len() } else { 0 };
+        self.bytes += Value::from(reasoning(delta)).to_string().len() + text(&delta["content"]);
+        for call in calls(delta) {
+            self.bytes += text(&call["function"]["arguments"]) + text(&call["function"]["name"]);
+        }
+        self.bytes += logprobs.bytes();
         if self.bytes > REPLY_BYTES_MAX { Err(untranslatable()) } else { Ok(()) }
     }
 
     fn begin(&mut self, head: ResponseHead, out: &mut BytesMut) {
-        let response = head.response(&self.echo, Status::InProgress, &[], None, None);
+        let response = head.response(&self.echo, Status::InProgress, &JsonArray::default(), None, None);
         self.head = Some(head);
+        let members = JsonObject::default().with("response", response);
         for kind in ["response.created", "response.in_progress"] {
-            self.emit(kind, json!({"response": response}), out);
+            self.emit(kind, &members, out);
         }
     }
 
@@ -171,20 +185,20 @@ impl ResponsesStream {
         if let Some(OpenItem { item: Item::Reasoning(text), .. }) = &mut self.open {
             text.push_str(added);
         }
-        self.delta("response.reasoning_text.delta", json!({"content_index": 0, "delta": added}), out);
+        self.delta("response.reasoning_text.delta", &in_part().with_text("delta", added), out);
     }
 
     fn text(&mut self, added: &str, out: &mut BytesMut) {
         if !matches!(self.open, Some(OpenItem { item: Item::Message { .. }, .. })) {
-            self.open(Item::Message { text: String::new(), logprobs: Vec::new() }, out);
+            self.open(Item::Message { text: String::new(), logprobs: JsonArray::default() }, out);
         }
         let new = std::mem::take(&mut self.logprobs);
-        let fields = json!({"content_index": 0, "delta": added, "logprobs": new});
         if let Some(OpenItem { item: Item::Message { text, logprobs }, .. }) = &mut self.open {
             text.push_str(added);
-            logprobs.extend(new);
+            logprobs.append(&new);
         }
-        self.delta("response.output_text.delta", fields, out);
+        let fields = in_part().with_text("delta", added).with("logprobs", new);
+        self.delta("response.output_text.delta", &fields, out);
     }
 
     /// A part of a tool call. The first part of each call has its name.
@@ -212,7 +226,8 @@ impl ResponsesStream {
         if let Some(OpenItem { item: Item::Call { arguments, .. }, .. }) = &mut self.open {
             arguments.push_str(added);
         }
-        self.delta("response.function_call_arguments.delta", json!({"delta": added}), out);
+        let fields = JsonObject::default().with_text("delta", added);
+        self.delta("response.function_call_arguments.delta", &fields, out);
         Ok(())
     }
 
@@ -221,90 +236,69 @@ impl ResponsesStream {
         self.close(Status::Completed, out);
         let Some(head) = &self.head else { return };
         let id = head.item_id(&item, self.output.len());
-        let mut begun = item.value(&id, Status::InProgress);
-        let has_part = begun["content"].is_array();
-        if has_part {
-            begun["content"] = json!([]);
-        }
-        let part = json!({"content_index": 0, "part": item.part()});
+        let begun =
+            JsonObject::default().with("output_index", self.output.len()).with("item", item.begun(&id));
+        let part = item.part();
         self.open = Some(OpenItem { id, item });
-        let added = json!({"output_index": self.output.len(), "item": begun});
-        self.emit("response.output_item.added", added, out);
-        if has_part {
-            self.delta("response.content_part.added", part, out);
+        self.bytes += ITEM_BYTES;
+        self.emit("response.output_item.added", &begun, out);
+        if let Some(part) = part {
+            self.delta("response.content_part.added", &in_part().with("part", part), out);
         }
     }
 
     /// Ends the open item.
     fn close(&mut self, status: Status, out: &mut BytesMut) {
-        let done = match &self.open {
-            None => return,
-            Some(OpenItem { item, .. }) => match item {
-                Item::Reasoning(text) => {
-                    ("response.reasoning_text.done", json!({"content_index": 0, "text": text}))
-                }
-                Item::Message { text, logprobs } => (
-                    "response.output_text.done",
-                    json!({"content_index": 0, "text": text, "logprobs": logprobs}),
-                ),
-                Item::Call { name, arguments, .. } => {
-                    ("response.function_call_arguments.done", json!({"name": name, "arguments": arguments}))
-                }
-            },
+        let Some(OpenItem { id, item }) = &self.open else { return };
+        let (kind, fields) = match item {
+            Item::Reasoning(text) => ("response.reasoning_text.done", in_part().with_text("text", text)),
+            Item::Message { text, logprobs } => {
+                let fields = in_part().with_text("text", text).with("logprobs", logprobs);
+                ("response.output_text.done", fields)
+            }
+            Item::Call { name, arguments, .. } => {
+                let fields = JsonObject::default().with_text("name", name).with_text("arguments", arguments);
+                ("response.function_call_arguments.done", fields)
+            }
         };
-        self.delta(done.0, done.1, out);
-        let Some(part) = self.open.as_ref().map(|open| open.item.part()) else { return };
-        if !part.is_null() {
-            self.delta("response.content_part.done", json!({"content_index": 0, "part": part}), out);
+        let (part, item) = (item.part(), item.json(id, status));
+        self.delta(kind, &fields, out);
+        if let Some(part) = part {
+            self.delta("response.content_part.done", &in_part().with("part", part), out);
         }
-        let Some(OpenItem { id, item }) = self.open.take() else { return };
-        let item = item.value(&id, status);
-        let index = self.output.len();
-        self.output.push(item.clone());
-        self.emit("response.output_item.done", json!({"output_index": index, "item": item}), out);
-    }
-
-    fn finish(&mut self, out: &mut BytesMut) -> Result<(), ApiError> {
-        let (Some(finished), Some(head)) = (self.finished.take(), self.head.clone()) else {
-            return Err(untranslatable());
-        };
-        let status = Status::of(&finished)?;
-        if self.open.is_none() && self.output.is_empty() {
-            self.open(Item::Message { text: String::new(), logprobs: Vec::new() }, out);
-        }
-        // The log probabilities of a text's last tokens, which have added nothing to it.
-        let rest = std::mem::take(&mut self.logprobs);
-        if let Some(OpenItem { item: Item::Message { logprobs, .. }, .. }) = &mut self.open {
-            logprobs.extend(rest);
-        }
-        self.close(status, out);
-        let usage = self.usage.take().unwrap_or_else(|| usage(&Value::Null));
-        let response = head.response(&self.echo, status, &self.output, Some(&usage), None);
-        let kind = if status == Status::Completed { "response.completed" } else { "response.incomplete" };
-        self.emit(kind, json!({"response": response}), out);
-        Ok(())
+        self.open = None;
+        let done = JsonObject::default().with("output_index", self.output.len()).with("item", &item);
+        self.output.push(item);
+        self.emit("response.output_item.done", &done, out);
     }
 
     /// An event of the open item.
-    fn delta(&mut self, kind: &'static str, fields: Value, out: &mut BytesMut) {
-        let id = self.open.as_ref().map(|open| open.id.clone());
-        let mut all = Map::new();
-        all.insert("item_id".to_owned(), id.into());
-        all.insert("output_index".to_owned(), self.output.len().into());
-        if let Value::Object(fields) = fields {
-            all.extend(fields);
-        }
-        self.emit(kind, Value::Object(all), out);
+    fn delta(&mut self, kind: &'static str, fields: &JsonObject, out: &mut BytesMut) {
+        let id = self.open.as_ref().map(|open| open.id.as_str());
+        let item =
+            JsonObject::default().with("item_id", Value::from(id)).with("output_index", self.output.len());
+        self.emit(kind, &item.with_all(fields), out);
     }
 
-    fn emit(&mut self, kind: &'static str, fields: Value, out: &mut BytesMut) {
-        let mut data = json!({"type": kind, "sequence_number": self.sequence});
-        if let (Value::Object(data), Value::Object(fields)) = (&mut data, fields) {
-            data.extend(fields);
-        }
+    fn emit(&mut self, kind: &'static str, fields: &JsonObject, out: &mut BytesMut) {
+        let data = JsonObject::default().with_text("type", kind).with("sequence_number", self.sequence);
         self.sequence += 1;
-        out.extend_from_slice(&event(&data));
+        let data = data.with_all(fields);
+        out.extend_from_slice(format!("event: {kind}\ndata: {data}\n\n").as_bytes());
     }
+}
+
+/// The only event of a stream that fails before it has a response.
+#[must_use]
+pub fn error_event(error: &ApiError) -> Bytes {
+    let mut out = BytesMut::new();
+    ResponsesStream::new(Arc::new(RequestEcho::of(&Map::new()))).fail(error, &mut out);
+    out.freeze()
+}
+
+/// The field by which an event names the only part of its item.
+fn in_part() -> JsonObject {
+    JsonObject::default().with("content_index", 0)
 }
 
 #[cfg(test)]

@@ -105,6 +105,17 @@ fn thinking_effort_and_formats_reach_template_and_grammar() {
     };
     assert_eq!(budget(json!({"type": "enabled", "budget_tokens": 1024})), Some(json!(1024)));
     assert_eq!(budget(json!({"type": "disabled", "budget_tokens": 1024})), None);
+    for (asked, most, sent) in [
+        (json!(1024), json!(1024), json!(1023)),
+        (json!(2000), json!(1), json!(0)),
+        (json!(1023), json!(1024), json!(1023)),
+        (json!(2000), json!(0), json!(2000)),
+        (json!("x"), json!(1024), json!("x")),
+    ] {
+        let thinking = json!({"type": "enabled", "budget_tokens": asked});
+        let found = chat(json!({"messages": user, "thinking": thinking, "max_tokens": most}));
+        assert_eq!(found.expect("a chat")["thinking_token_budget"], sent, "{asked} of {most}");
+    }
     let config = json!({"effort": "max", "format": {"type": "json_schema", "schema": {"type": "object"}}});
     let found = chat(json!({"messages": user, "output_config": config})).expect("a chat");
     assert_eq!(found["reasoning_effort"], "high");
@@ -121,17 +132,22 @@ fn the_last_turn_of_the_assistant_is_continued() {
         (&json!(true), &json!(false))
     );
     let call = json!([{"type": "tool_use", "id": "t", "name": "f", "input": {}}]);
-    let found = chat(json!({"messages": turns(call)})).expect("a chat");
-    assert_eq!(found.get("continue_final_message"), None);
+    // A response that `max_tokens` ended in its reasoning has no text to continue.
+    let cut = json!([{"type": "thinking", "thinking": "hm", "signature": ""}]);
+    for last in [call, cut, json!(""), json!(" \n")] {
+        let found = chat(json!({"messages": turns(last.clone())})).expect("a chat");
+        assert_eq!(found.get("continue_final_message"), None, "{last}");
+    }
 }
 
 #[test]
 fn a_count_has_only_what_makes_the_prompt() {
     let body = json!({"model": "m", "system": "s", "messages": [{"role": "user", "content": "x"}],
-        "tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "none"}});
+        "tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "none"},
+        "output_config": {"effort": "low"}, "temperature": 0.5});
     let found = Value::Object(to_tokenize(body.as_object().expect("an object")).expect("a request"));
     let names: Vec<_> = found.as_object().expect("an object").keys().cloned().collect();
-    assert_eq!(names, ["model", "messages", "tools"]);
+    assert_eq!(names, ["model", "messages", "tools", "tool_choice", "reasoning_effort"]);
 }
 
 #[test]

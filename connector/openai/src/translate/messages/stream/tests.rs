@@ -1,6 +1,7 @@
 //! Streams as events: blocks, ends, and what is an error.
 
 use super::*;
+use crate::translate::{StreamTranslator, Translation};
 
 fn chunk(delta: Value) -> Value {
     json!({"id": "chatcmpl-1", "model": "m", "choices": [{"index": 0, "delta": delta, "finish_reason": null}]})
@@ -27,13 +28,17 @@ fn call(index: u64, id: Option<&str>, name: Option<&str>, arguments: &str) -> Va
     chunk(json!({"tool_calls": [call]}))
 }
 
+fn begin() -> StreamTranslator {
+    Translation::Message.stream().expect("a stream")
+}
+
 fn sse(chunks: &[Value]) -> String {
     chunks.iter().map(|chunk| format!("data: {chunk}\n\n")).collect::<String>() + "data: [DONE]\n\n"
 }
 
 /// One line per event: its name and what it adds.
 fn summary(stream: &str) -> Result<Vec<String>, ApiError> {
-    let out = MessagesStream::default().push(stream.as_bytes())?;
+    let out = begin().push(stream.as_bytes())?;
     let text = String::from_utf8(out.to_vec()).expect("UTF-8");
     let events = text.split_terminator("\n\n").map(|event| {
         let (name, data) = event.split_once("\ndata: ").expect("two lines");
@@ -95,12 +100,12 @@ fn reasoning_text_and_calls_are_numbered_blocks() {
 fn the_result_does_not_depend_on_how_the_frames_arrive() {
     let stream =
         sse(&[chunk(json!({"content": "a"})), chunk(json!({"content": "b"})), end("stop", json!("X"))]);
-    let mut translator = MessagesStream::default();
+    let mut translator = begin();
     let one_by_one: Vec<u8> = stream
         .split_inclusive("\n\n")
         .flat_map(|frame| translator.push(frame.as_bytes()).expect("a translation"))
         .collect();
-    let at_once = MessagesStream::default().push(stream.as_bytes()).expect("a translation");
+    let at_once = begin().push(stream.as_bytes()).expect("a translation");
     assert_eq!(one_by_one, at_once);
     let text = String::from_utf8(one_by_one).expect("UTF-8");
     assert!(text.contains(r#""stop_reason":"stop_sequence","stop_sequence":"X""#), "{text}");
@@ -128,7 +133,7 @@ fn a_call_that_a_stop_sequence_cut_is_no_tool_use() {
 fn a_count_stands_for_a_missing_usage() {
     let begun = format!("data: {}\n\n", chunk(json!({"content": "a"})));
     let ended = format!("data: {}\n\ndata: [DONE]\n\n", end("stop", json!(null)));
-    let mut translator = MessagesStream::default();
+    let mut translator = begin();
     translator.push(begun.as_bytes()).expect("a translation");
     translator.set_usage([9, 2, 4]);
     let last = translator.push(ended.as_bytes()).expect("a translation");

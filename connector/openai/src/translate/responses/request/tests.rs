@@ -73,6 +73,7 @@ fn what_a_response_returned_is_what_the_next_request_sends() {
             {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}}]});
     let echo = crate::translate::responses::RequestEcho::of(&Map::new());
     let response = crate::translate::responses::to_response(&reply, &echo).expect("a response");
+    let response: Value = serde_json::from_str(&response).expect("JSON");
     let message = messages(response["output"].clone())[0].clone();
     let choice = &reply["choices"][0]["message"];
     for name in ["reasoning_content", "content", "tool_calls"] {
@@ -81,8 +82,23 @@ fn what_a_response_returned_is_what_the_next_request_sends() {
 }
 
 #[test]
+fn a_call_that_a_limit_cut_can_be_sent_back() {
+    for (written, sent) in
+        [("{\"a\":", "{}"), ("[1]", "{}"), ("{} {", "{}"), ("", ""), ("{\"a\": 1}", "{\"a\": 1}")]
+    {
+        let call = json!({"type": "function_call", "call_id": "c", "name": "f", "arguments": written,
+            "status": "incomplete"});
+        let found = messages(json!([{"role": "user", "content": "x"}, call]));
+        assert_eq!(found[1]["tool_calls"][0]["function"]["arguments"], sent, "{written}");
+    }
+}
+
+#[test]
 fn only_an_unfinished_message_of_the_assistant_is_continued() {
     for (status, is_continued) in [("incomplete", true), ("in_progress", true), ("completed", false)] {
+        let blank = json!({"type": "message", "role": "assistant", "status": status, "content": " "});
+        let found = chat(json!({"input": [{"role": "user", "content": "x"}, blank]})).expect("a chat");
+        assert_eq!(found.get("continue_final_message"), None, "there is nothing to continue");
         let last = json!({"type": "message", "role": "assistant", "status": status, "content": "The"});
         let found = chat(json!({"input": [{"role": "user", "content": "x"}, last]})).expect("a chat");
         assert_eq!(found.get("continue_final_message").is_some(), is_continued, "{status}");
@@ -141,7 +157,7 @@ fn a_value_without_a_counterpart_is_refused_by_its_path() {
         (item(json!({"type": "function_call", "name": "f", "call_id": "c"})), "input[0].arguments"),
         (item(json!({"type": "function_call", "name": "f", "arguments": "{}"})), "input[0].call_id"),
         (
-            item(json!({"type": "function_call", "name": "f", "call_id": "c", "arguments": "[1]"})),
+            item(json!({"type": "function_call", "name": "f", "call_id": "c", "arguments": {}})),
             "input[0].arguments",
         ),
         (item(json!({"type": "function_call_output", "output": "x"})), "input[0].call_id"),
@@ -154,6 +170,14 @@ fn a_value_without_a_counterpart_is_refused_by_its_path() {
         (json!({"truncation": "auto"}), "truncation"),
         (json!({"context_management": [{"type": "compaction"}]}), "context_management"),
         (json!({"metadata": "x"}), "metadata"),
+        (json!({"metadata": {"a": [0]}}), "metadata"),
+        (json!({"max_tool_calls": [0]}), "max_tool_calls"),
+        (json!({"prompt_cache_key": [0]}), "prompt_cache_key"),
+        (json!({"safety_identifier": {}}), "safety_identifier"),
+        (json!({"service_tier": 7}), "service_tier"),
+        (json!({"user": [0]}), "user"),
+        (json!({"reasoning": {"summary": [0]}}), "reasoning.summary"),
+        (json!({"text": {"verbosity": [0]}}), "text.verbosity"),
         (json!({"tools": [{"type": "web_search"}]}), "tools[0].type"),
         (json!({"tools": [{"type": "custom", "name": "f"}]}), "tools[0].type"),
         (json!({"tools": [7]}), "tools[0]"),

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::translate::responses::to_response;
+use crate::translate::{StreamTranslator, Translation};
 
 fn chunk(delta: Value) -> Value {
     let choice = json!({"index": 0, "delta": delta, "finish_reason": null});
@@ -31,8 +32,9 @@ fn sse(chunks: &[Value]) -> String {
     chunks.iter().map(|chunk| format!("data: {chunk}\n\n")).collect::<String>() + "data: [DONE]\n\n"
 }
 
-fn begin() -> ResponsesStream {
-    ResponsesStream::new(Arc::new(RequestEcho::of(&Map::new())))
+fn begin() -> StreamTranslator {
+    let echo = Arc::new(RequestEcho::of(&Map::new()));
+    Translation::Response(echo).stream().expect("a stream")
 }
 
 /// The events of some bytes. They are numbered without a gap from `first` on, and named by their types.
@@ -151,6 +153,7 @@ fn the_last_event_has_what_the_whole_chat_is_translated_to() {
         let mut chat = json!({"id": "chatcmpl-1", "created": 7, "model": "m", "choices": [choice]});
         chat["usage"] = counted()["usage"].clone();
         let whole = to_response(&chat, &RequestEcho::of(&Map::new())).expect("a response");
+        let whole: Value = serde_json::from_str(&whole).expect("JSON");
         let last = events.last().expect("an event");
         assert_eq!(last["response"], whole);
         assert_eq!(last["type"], format!("response.{}", whole["status"].as_str().expect("a word")));
@@ -194,8 +197,40 @@ fn a_stream_that_fails_ends_with_a_failed_response() {
         (&response["output"][0]["status"], &response["usage"]["total_tokens"]),
         (&json!("incomplete"), &json!(13))
     );
-    let before = begin().fail(&error);
-    assert_eq!(before, [error.to_sse(), DONE].concat());
+    let before = read(&begin().fail(&error), 0);
+    let kind = "server_error";
+    let failure = json!({"code": kind, "message": "the engine died", "param": null, "type": kind});
+    let expected = json!({"type": "error", "sequence_number": 0, "code": kind, "message": "the engine died",
+        "param": null, "error": failure});
+    assert_eq!(before, [expected], "there is no response that could fail");
+    assert_eq!(error_event(&error), begin().fail(&error));
+}
+
+#[test]
+fn the_log_probabilities_of_a_stream_are_bounded_as_they_are_kept() {
+    let entry = json!({"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []});
+    let mut scored = chunk(json!({"content": "a"}));
+    scored["choices"][0]["logprobs"] = json!({"content": vec![entry.clone(); 1000]});
+    let frame = format!("data: {scored}\n\n");
+    let (mut translator, mut kept) = (begin(), 0);
+    let error = loop {
+        match translator.push(frame.as_bytes()) {
+            Ok(_) => kept += 1000 * entry.to_string().len(),
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(error.status, 502);
+    assert!((REPLY_BYTES_MAX / 10 * 9..=REPLY_BYTES_MAX).contains(&kept), "{kept}");
+}
+
+#[test]
+fn a_text_behind_a_call_is_an_item_of_its_own() {
+    let stream =
+        [chunk(json!({"content": "a"})), call(0, Some(("c0", "f")), "{}"), chunk(json!({"content": "b"}))];
+    let events = translated(&sse(&[&stream[..], &[end("stop"), counted()]].concat())).expect("a translation");
+    let output = events.last().expect("an event")["response"]["output"].clone();
+    let kinds: Vec<_> = output.as_array().expect("items").iter().map(|item| item["type"].clone()).collect();
+    assert_eq!(kinds, ["message", "function_call", "message"]);
 }
 
 #[test]
