@@ -87,7 +87,6 @@ impl Engine {
 
         let weights = identity(&options.model)? + options.weights.identity() + config.identity();
         let fingerprint = executors[0].layout().fingerprint(&weights);
-        let broken = CancellationToken::new();
         let nixl = NixlState::find(options.kv_transport, options.nixl_library.as_deref());
         let common = RankContext {
             options: &options,
@@ -98,7 +97,7 @@ impl Engine {
             nixl: &nixl,
             max_model_len,
             window: config.attention.widest_window(),
-            broken: broken.clone(),
+            broken: CancellationToken::new(),
             log: Arc::default(),
         };
         let (vocab, batch_invariant) = (executors[0].vocab(), executors[0].is_batch_invariant());
@@ -138,7 +137,7 @@ impl Engine {
             listener: Some(listener),
             http,
             running,
-            broken,
+            broken: common.broken.clone(),
             client_lost: options.client_lost,
             shutdown_timeout: options.shutdown_timeout,
         })

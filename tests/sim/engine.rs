@@ -300,7 +300,7 @@ impl Engine {
         let tiers = TierConfig { host_blocks: self.setup.host_blocks, disk_blocks: self.setup.disk_blocks };
         let options = &setup.options;
         // With so few kinds of tokens most steps have drafts, and most are rejected.
-        let drafts = (options.drafts + self.index as u64).is_multiple_of(2);
+        let drafts = options.drafts.is_some_and(|first| (first + self.index as u64).is_multiple_of(2));
         // About every second step misses the target.
         let (low, high) = self.setup.step;
         let target = if options.has_target { (low + high) / 2 } else { 0 };

@@ -12,7 +12,7 @@ const FIELDS_MAX: usize = 12;
 const MORE_FIELDS: &[(&str, usize)] = &[
     ("engine/check/src/software.rs SoftwareDevice", 17),
     ("engine/src/model/config.rs ModelConfig", 18),
-    ("engine/src/run/options.rs EngineOptions", 37),
+    ("engine/src/run/options.rs EngineOptions", 39),
     ("router/src/observe/finished_request.rs FinishedRequest", 18),
 ];
 

@@ -357,7 +357,7 @@ mod tests {
     #[test]
     fn the_generated_model_has_enough_positions_and_its_declared_size() {
         let config = ModelConfig::parse(MADE_UP_CONFIG.as_bytes(), GenerationDefaults::default()).unwrap();
-        assert!(config.max_positions >= 32_768 + 1);
+        assert!(config.max_positions > 32_768);
         assert_eq!(baton_engine::model::weights::parameter_count(&config) / 1_000_000, 39);
     }
 }

@@ -14,7 +14,7 @@ const LOOKUP: usize = 5;
 /// The fields of vLLM's `SpeculativeConfig` that `ngram` uses.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct ConfigFields {
+struct SpeculationFields {
     #[serde(rename = "method")]
     _method: String,
     num_speculative_tokens: Option<usize>,
@@ -55,7 +55,7 @@ pub fn parse_speculation(json: &str) -> Result<PromptLookup, SpeculationError> {
         return Err(SpeculationError::Method(value["method"].to_string()));
     }
     // Only now: the fields of other methods are unknown here.
-    let fields: ConfigFields = serde_json::from_value(value).map_err(wrong)?;
+    let fields: SpeculationFields = serde_json::from_value(value).map_err(wrong)?;
     let (min, max) = (fields.prompt_lookup_min, fields.prompt_lookup_max);
     let (shortest, longest) = (min.or(max).unwrap_or(LOOKUP), max.or(min).unwrap_or(LOOKUP));
     let drafts = fields.num_speculative_tokens.filter(|drafts| (1..=DRAFTS_MAX).contains(drafts));

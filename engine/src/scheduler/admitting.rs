@@ -14,7 +14,7 @@ use baton_connector::BlockId;
 
 use super::drafting::Drafting;
 use super::offloading::{HANDOFF, OFFLOAD};
-use super::order::AdmissionDemand;
+use super::order::{AdmissionDemand, QueueBypass};
 use super::prompts::short_tokens;
 use super::step_budget::StepBudget;
 use super::{Scheduler, StepPart};
@@ -27,14 +27,6 @@ const BYPASS_MAX: usize = 16;
 
 /// Admission leaves one of so many blocks of the pool to running sequences, as vLLM's watermark does.
 const RESERVE_SHARE: usize = 100;
-
-/// The sequences that passed the first one that waits for budget.
-#[derive(Debug, Default)]
-pub(super) struct QueueBypass {
-    head: Option<SeqId>,
-    /// Tokens left to compute after their loads.
-    tokens: usize,
-}
 
 /// The sequences that have been admitted and have not ended.
 #[derive(Debug, Default)]

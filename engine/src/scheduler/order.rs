@@ -17,7 +17,6 @@ use std::collections::HashSet;
 
 use baton_connector::BlockId;
 
-use super::admitting::QueueBypass;
 use super::growth::{self, OutputLengths, SequenceGrowth};
 use super::{Scheduler, StepPart};
 use crate::blocks::pool::Hold;
@@ -39,6 +38,14 @@ baton_connector::labelled! {
         /// The order of `priority`, then that of arrival.
         Priority => "priority",
     }
+}
+
+/// The sequences that passed the first one that waits for budget.
+#[derive(Debug, Default)]
+pub(super) struct QueueBypass {
+    pub(super) head: Option<SeqId>,
+    /// Tokens left to compute after their loads.
+    pub(super) tokens: usize,
 }
 
 /// What admission remembers between steps.

@@ -136,7 +136,7 @@ pub(super) struct StepPacing {
 impl StepPacing {
     /// With a target; none if it is zero.
     pub(super) fn new(target: Duration) -> Self {
-        Self { target: (!target.is_zero()).then(|| target.as_secs_f64()), ..Self::default() }
+        Self { target: (!target.is_zero()).then_some(target.as_secs_f64()), ..Self::default() }
     }
 
     /// Whether time limits a step.

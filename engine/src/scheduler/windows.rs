@@ -16,7 +16,7 @@ impl Scheduler {
             return;
         };
         let first_seen = (sequence.computed + 1).saturating_sub(window);
-        // At least one complete block stays: it takes the places of the others in the table, and nobody writes it.
+        // At least one complete block stays: it takes the places of the others in the table, and no step writes it.
         let most = sequence.blocks.registered.saturating_sub(1);
         let passed = sequence.blocks.pass(most.min(first_seen / self.config.block_tokens));
         self.pool.release(&passed, Hold::Active);

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! Three families in f32 (the Qwen 2 with its bf16 weights widened). Four with windows, ropes per layer, experts and
-//! attention sinks, with bf16 or MXFP4 weights that the engine widens. Four GGUF models, of which three are of further
+//! attention sinks, with bf16 or MXFP4 weights that the engine widens. Six GGUF models, of which five are of further
 //! families. Four formats of quantized matrices. And two models with LoRA adapters, beside other requests without.
 //! `cargo test -p baton-engine --test handoff exact -- --nocapture` prints the table with the number of compared
 //! blocks.
@@ -24,8 +24,8 @@ use baton_engine::offload::record::{HEADER_BYTES, TierIdentity, header};
 use baton_engine::run::options::Role;
 
 use super::harness::cluster::{
-    GEMMA2_GGUF, GEMMA3, GPT_OSS, LLAMA, LLAMA_GGUF, MISTRAL, MIXTRAL_GGUF, Node, PHI3_GGUF, QWEN3,
-    QWEN3_MOE, greedy,
+    GEMMA2_GGUF, GEMMA3, GEMMA3_GGUF, GPT_OSS, LLAMA, LLAMA_GGUF, MISTRAL, MIXTRAL_GGUF, Node, PHI3_GGUF,
+    QWEN3, QWEN3_MOE, QWEN3_MOE_GGUF, greedy,
 };
 use super::harness::quantized::Format;
 use super::harness::widened::qwen2_in_f32;
@@ -102,8 +102,14 @@ fn qwen3_with_experts_is_the_same_on_every_path() {
 }
 
 #[test]
-fn gemma2_phi3_and_mixtral_in_gguf_are_the_same_on_every_path() {
-    for (family, model) in [("gemma2", GEMMA2_GGUF), ("phi3", PHI3_GGUF), ("mixtral", MIXTRAL_GGUF)] {
+fn further_families_in_gguf_are_the_same_on_every_path() {
+    for (family, model) in [
+        ("gemma2", GEMMA2_GGUF),
+        ("gemma3", GEMMA3_GGUF),
+        ("phi3", PHI3_GGUF),
+        ("mixtral", MIXTRAL_GGUF),
+        ("qwen3 with experts", QWEN3_MOE_GGUF),
+    ] {
         every_path(&format!("{family} in GGUF"), model);
     }
 }

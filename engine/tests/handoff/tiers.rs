@@ -62,7 +62,9 @@ fn answer(node: &Node, body: &Value) -> Value {
 #[track_caller]
 pub(crate) fn wash(node: &Node) {
     for seed in 900..903 {
-        answer(node, &greedy(&prompt(seed, 14 * BLOCK), 4));
+        // Tokens of the smallest vocabulary of the fixtures.
+        let prompt: Vec<u32> = prompt(seed, 14 * BLOCK).into_iter().map(|id| 260 + id % 48).collect();
+        answer(node, &greedy(&prompt, 4));
     }
 }
 

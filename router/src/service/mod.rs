@@ -183,12 +183,11 @@ impl ClientService {
         let identity = context.client.permit.as_ref().map(|permit| &*permit.identity);
         let headers = &session.req_header().headers;
         let response = response_deadlines(headers, &request, context.began());
-        let request_deadline = response.first();
         let longest = Instant::now() + Duration::from_millis(context.generation.config.queue.timeout_ms);
         let admission = AdmissionRequest {
             claim: claim(headers, &request, identity),
-            deadline: request_deadline.map_or(longest, |ends| ends.min(longest)),
-            request_deadline,
+            deadline: response.first().map_or(longest, |ends| ends.min(longest)),
+            request_deadline: response.first(),
             response,
         };
         let driver = context.driver.insert(ExchangeDriver::new(
@@ -204,8 +203,8 @@ impl ClientService {
             context.client.in_flight.as_ref().map(|guard| &guard.entry),
         );
         if let Some(interval) = bounds.sse_keepalive.filter(|_| request.is_streamed()) {
-            let translated = request.translation.as_ref().map(|translation| Dialect::of(translation.api()));
-            let dialect = translated.unwrap_or(request.dialect);
+            let translation = request.translation.as_ref();
+            let dialect = translation.map_or(request.dialect, |used| Dialect::of(used.api()));
             session.send_comments(response::comments(&context.ids.common_headers, dialect, interval));
         }
         if let Err(refused) = driver.reserve(session, &request, admission).await {
@@ -229,7 +228,6 @@ impl ClientService {
             // No engine has received the request.
             context.client.permit.iter_mut().for_each(Permit::return_tokens);
         }
-        let answer = answer?;
         let resume_state =
             transcript.map(|transcript| Box::new(resume::ResumeState::new(transcript, *request)));
         context.client.body_bytes = None;
@@ -237,7 +235,7 @@ impl ClientService {
         context.accounting.status = response::relay(
             session,
             driver,
-            answer,
+            answer?,
             &context.ids.common_headers,
             timeouts,
             resume_state,

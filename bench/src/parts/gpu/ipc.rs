@@ -80,9 +80,7 @@ pub fn run(options: &GpuIpc, out: &mut dyn Write) -> Result<(), BenchError> {
             let bytes = 3 * options.tokens * TOKEN_BYTES + (64 << 20);
             ends(SoftwareDevice::new(bytes, Element::Bf16, HEAD_DIM), options, out)
         }
-        Accelerator::Cuda(ordinal) => {
-            ends(open(ordinal, &plain(HEAD_DIM)).map_err(unusable)?, options, out)
-        }
+        Accelerator::Cuda(ordinal) => ends(open(ordinal, &plain(HEAD_DIM)).map_err(unusable)?, options, out),
     }
 }
 

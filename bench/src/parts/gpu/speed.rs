@@ -510,16 +510,12 @@ fn prefill<D: Device>(
         for start in (0..prompt).step_by(chunk) {
             let end = prompt.min(start + chunk);
             let wanted = if end == prompt { LogitsRequest::Last } else { LogitsRequest::No };
-            let tokens = &tokens[start..end];
             let block_table = &table[..end.div_ceil(BLOCK_TOKENS)];
-            executor.execute(
-                &[SeqStep { tokens, start, block_table, logits: wanted, adapter: None }],
-                &mut logits,
-            )?;
+            let step =
+                SeqStep { tokens: &tokens[start..end], start, block_table, logits: wanted, adapter: None };
+            executor.execute(&[step], &mut logits)?;
         }
-        if run > 0 {
-            best = best.min(started.elapsed().as_secs_f64());
-        }
+        best = if run == 0 { best } else { best.min(started.elapsed().as_secs_f64()) };
     }
     Ok(best)
 }

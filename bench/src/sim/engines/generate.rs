@@ -422,7 +422,12 @@ impl ActiveRequest<'_> {
     }
 
     fn usage(&self, generated: usize) -> Usage {
-        Usage { prompt_tokens: self.prompt as u32, completion_tokens: generated as u32, cached_tokens: None, reasoning_tokens: None }
+        Usage {
+            prompt_tokens: self.prompt as u32,
+            completion_tokens: generated as u32,
+            cached_tokens: None,
+            reasoning_tokens: None,
+        }
     }
 
     /// The handoff in a reply.

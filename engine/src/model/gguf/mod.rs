@@ -186,7 +186,7 @@ impl GgufFiles {
         let malformed = |what: String| ModelError::Malformed { file: self.shards[shard].0.clone(), what };
         let change = match place.part {
             PartPlace::Matrix | PartPlace::Experts { .. } => GgufChange::None,
-            PartPlace::Norm(offset) if offset == 0.0 => GgufChange::None,
+            PartPlace::Norm(0.0) => GgufChange::None,
             PartPlace::Norm(offset) => {
                 if shape.len() != 1 || kind.block_len() != 1 {
                     let name = tensor.name;

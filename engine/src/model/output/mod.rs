@@ -206,7 +206,7 @@ impl ReasoningFormat {
         let has = |text: &str| template.contains(text);
         let formats = [
             (has(harmony::MARKERS[1]) && has("analysis"), Self::Harmony),
-            (has(reasoning::THINK.close), Self::Qwen3),
+            (has(reasoning::THINK.open) || has(reasoning::THINK.close), Self::Qwen3),
             (has(reasoning::MISTRAL.open), Self::Mistral),
         ];
         formats.into_iter().find_map(|(is, format)| is.then_some(format))

@@ -38,13 +38,9 @@ impl ReasoningTrack {
         let splitter = ReasoningSplitter::new(tags, prompt, &mut sink);
         let opening = (!splitter.is_inside()).then_some(tags.open);
         let closing = tags.close;
-        splitter.is_open().then(|| Self {
-            format: TrackedFormat::Tags(splitter),
-            sink,
-            tokens: 0,
-            opening,
-            closing,
-        })
+        let is_open = splitter.is_open();
+        let format = TrackedFormat::Tags(splitter);
+        is_open.then_some(Self { format, sink, tokens: 0, opening, closing })
     }
 
     /// The marker that begins a response with reasoning; `None` where the prompt has opened it.
@@ -133,7 +129,8 @@ mod tests {
     fn tags_are_found_in_any_tokens_and_reasoning_is_counted_without_them() {
         use PromptEnd::{AfterReasoning, InReasoning, Plain};
         let qwen = ReasoningFormat::Qwen3;
-        let cases: [(ReasoningFormat, PromptEnd, &[&str], Option<(usize, usize)>, u32); 8] = [
+        type Case<'a> = (ReasoningFormat, PromptEnd, &'a [&'a str], Option<(usize, usize)>, u32);
+        let cases: [Case<'_>; 8] = [
             (qwen, InReasoning, &["Hm", ".", "</think>", "{"], Some((2, 8)), 2),
             (qwen, Plain, &["<think>", "\n", "é", "</think>"], Some((3, 8)), 2),
             (qwen, InReasoning, &["a", " b</think>{\"x", "\""], Some((1, 10)), 1),

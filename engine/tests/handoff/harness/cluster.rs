@@ -30,6 +30,10 @@ pub(crate) const LLAMA_GGUF: &str = "llama3-gguf";
 pub(crate) const QWEN2_GGUF: &str = "qwen2-gguf";
 /// A Gemma 2 in a GGUF file: windows, soft caps and norms on both sides.
 pub(crate) const GEMMA2_GGUF: &str = "gemma2-gguf";
+/// A Gemma 3 in a GGUF file: windows in five of six layers, two ropes, norms of heads.
+pub(crate) const GEMMA3_GGUF: &str = "gemma3-gguf";
+/// A Qwen 3 with experts in a GGUF file.
+pub(crate) const QWEN3_MOE_GGUF: &str = "qwen3moe-gguf";
 /// A Phi-3 in a GGUF file: a window, and LongRoPE in a part of each head.
 pub(crate) const PHI3_GGUF: &str = "phi3-gguf";
 /// A Mixtral in a GGUF file.

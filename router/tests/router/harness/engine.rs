@@ -170,6 +170,11 @@ impl FakeEngine {
         self.all().into_iter().filter(|request| generates(&request.path)).collect()
     }
 
+    /// How often its list of models was asked for.
+    pub(crate) fn model_lists(&self) -> usize {
+        self.all().into_iter().filter(|request| request.path == "/v1/models").count()
+    }
+
     /// `(handle, reason)` of every release.
     pub(crate) fn releases(&self) -> Vec<(String, String)> {
         let text = |v: &Value| v.as_str().unwrap_or_default().to_owned();

@@ -243,11 +243,7 @@ async fn a_models_card_has_the_least_context_of_its_engines_queried_once_a_minut
         assert_eq!(lengths, [json!(40), json!(40)], "the model and its alias");
         assert_eq!(get(system.address, "/v1/models/alias").await.json()["max_model_len"], 40);
     }
-    assert_eq!(
-        [&p, &d, &silent].map(|engine| engine.received().len()),
-        [1, 1, 1],
-        "and not waited for again"
-    );
+    assert_eq!([&p, &d, &silent].map(FakeEngine::model_lists), [1, 1, 1], "and not waited for again");
     // An engine that does not report its context length.
     let unsaid = FakeEngine::always(Action::Whole(1)).await;
     let system = TestRouter::start(&[], &[&unsaid]).await;

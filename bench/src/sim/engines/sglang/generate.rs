@@ -384,7 +384,12 @@ impl<'a> SglangExchange<'a> {
 
     fn usage(&self, generated: usize) -> Usage {
         let prompt_tokens = self.body.tokens.len() as u32;
-        Usage { prompt_tokens, completion_tokens: generated as u32, cached_tokens: None, reasoning_tokens: None }
+        Usage {
+            prompt_tokens,
+            completion_tokens: generated as u32,
+            cached_tokens: None,
+            reasoning_tokens: None,
+        }
     }
 }
 

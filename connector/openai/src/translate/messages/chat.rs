@@ -15,13 +15,12 @@
 use serde_json::{Map, Value, json};
 
 use super::content;
+use crate::Object;
 use crate::code::Code;
 use crate::error::ApiError;
 use crate::field::whole;
 use crate::translate::block::array;
 use crate::translate::chat_reply::has_text_to_continue;
-
-type Object = Map<String, Value>;
 
 /// Fields that mean the same in a chat, some of them vLLM's.
 const KEPT: [&str; 16] = [

@@ -192,8 +192,8 @@ fn every_launch_of_attention_fits_a_device_with_99_kib_of_shared_memory() {
     for head_dim in (16..=256).step_by(16) {
         let stages = decode_stages(head_dim, most);
         let wanted = match head_dim {
-            ..=112 => 3,
-            ..=176 => 2,
+            0..=112 => 3,
+            113..=176 => 2,
             _ => 1,
         };
         assert_eq!(stages, wanted, "{head_dim}");
