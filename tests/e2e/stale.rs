@@ -15,12 +15,13 @@ use crate::harness::{
 /// Prompt tokens: 31 full blocks and a partial one.
 const TOKENS: usize = 500;
 
-/// Little more than one prompt, so that the next prompts reuse its blocks.
-const POOL: &str = "--kv-blocks 40";
-
-/// The model's maximum, so that a copy takes a while, and a pool of little more.
+/// The model's maximum, so that a copy takes a while.
 const TOKENS_OF_LONG: usize = 1900;
-const POOL_OF_LONG: &str = "--kv-blocks 130";
+
+/// Little more than one prompt, so that the next prompts reuse its blocks.
+fn pool_for(tokens: usize) -> String {
+    format!("--kv-blocks {}", tokens.div_ceil(16) + 10)
+}
 
 /// A lease that expires at once without a renewal.
 const SHORT: &str = "--kv-lease-duration 0.3";
@@ -49,7 +50,7 @@ struct StaleReadSetup {
 impl StaleReadSetup {
     /// Over TCP, with a link that can be slow.
     fn tcp(prefill: &str, decode: &str) -> Self {
-        let plan = Cluster::new().links().prefill(&format!("{POOL} {prefill}"));
+        let plan = Cluster::new().links().prefill(&format!("{} {prefill}", pool_for(TOKENS)));
         Self::new(plan.decode(decode).decode("").start(), TOKENS, decode)
     }
 
@@ -61,16 +62,16 @@ impl StaleReadSetup {
     /// With a transport that reads the producer's memory itself.
     fn one_sided(transport: &str, prefill: &str, decode: &str) -> Self {
         let transport = format!("--kv-transport {transport}");
-        let plan = Cluster::new().prefill(&format!("{transport} {POOL_OF_LONG} {prefill}"));
+        let plan = Cluster::new().prefill(&format!("{transport} {} {prefill}", pool_for(TOKENS_OF_LONG)));
         Self::new(plan.decode(&format!("{transport} {decode}")).decode("").start(), TOKENS_OF_LONG, decode)
     }
 
     /// From device to device. A device computes a single token and a chunk with different sums. The test therefore
     /// compares tokens, and not their log probabilities.
-    fn device(prefill: &str, decode: &str) -> Self {
-        let plan = Cluster::new().prefill(&format!("{DEVICE} {POOL_OF_LONG} {prefill}"));
+    fn device(tokens: usize, prefill: &str, decode: &str) -> Self {
+        let plan = Cluster::new().prefill(&format!("{DEVICE} {} {prefill}", pool_for(tokens)));
         let cluster = plan.decode(&format!("{DEVICE} {decode}")).decode(DEVICE).start();
-        Self::asking(GenerateRequest::fresh(TOKENS_OF_LONG).tokens(16), cluster, TOKENS_OF_LONG, decode)
+        Self::asking(GenerateRequest::fresh(tokens).tokens(16), cluster, tokens, decode)
     }
 
     fn new(cluster: Cluster, tokens: usize, decode: &str) -> Self {
@@ -267,13 +268,13 @@ fn blocks_reused_during_a_copy_are_recomputed() {
 /// A device also copies by itself and does not know leases.
 #[test]
 fn blocks_reused_during_a_copy_between_devices_are_recomputed() {
-    reused_in_the_middle_of_a_copy(StaleReadSetup::device(HALF_A_SECOND, ""));
+    reused_in_the_middle_of_a_copy(StaleReadSetup::device(TOKENS_OF_LONG, HALF_A_SECOND, ""));
 }
 
 #[test]
 fn blocks_reused_before_a_copy_between_devices_are_recomputed_or_a_typed_error() {
-    expired_and_reused_before_the_read(&StaleReadSetup::device(SHORT, ""));
-    expired_and_reused_before_the_read(&StaleReadSetup::device(SHORT, FAIL));
+    expired_and_reused_before_the_read(&StaleReadSetup::device(TOKENS, SHORT, ""));
+    expired_and_reused_before_the_read(&StaleReadSetup::device(TOKENS, SHORT, FAIL));
 }
 
 /// NIXL reads reused blocks and reports success. `nixl.rs` shows how to run this test.
@@ -288,7 +289,7 @@ fn blocks_reused_during_a_nixl_read_are_recomputed() {
 fn blocks_reused_before_a_nixl_read_of_a_device_are_recomputed_or_a_typed_error() {
     let nixl = "--kv-transport nixl";
     for policy in ["", FAIL] {
-        let stage = StaleReadSetup::device(&format!("{nixl} {SHORT}"), &format!("{nixl} {policy}"));
+        let stage = StaleReadSetup::device(TOKENS, &format!("{nixl} {SHORT}"), &format!("{nixl} {policy}"));
         expired_and_reused_before_the_read(&stage);
     }
 }

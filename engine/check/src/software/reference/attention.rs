@@ -31,6 +31,11 @@ impl PoolArgs {
     fn group(&self) -> usize {
         self.heads / self.kv_heads
     }
+
+    /// The query heads that share a head of keys.
+    fn heads_of(&self, kv_head: usize) -> std::ops::Range<usize> {
+        kv_head * self.group()..(kv_head + 1) * self.group()
+    }
 }
 
 /// The arguments that turn products into scores: the multiplier, then those of features.
@@ -72,34 +77,62 @@ struct SoftmaxSums {
     sum: f32,
 }
 
-/// One query over the keys `start..end`. `table` is the start of its block table in argument 2.
-fn attend(
-    run: &mut KernelRun<'_>,
-    pool: &PoolArgs,
-    query: &[f32],
-    head: usize,
-    table: usize,
-    (start, end): (usize, usize),
-    scores: &ScoreArgs,
-) -> Result<SoftmaxSums, KernelFault> {
-    let (element, dim) = (run.module.element, run.module.head_dim);
-    let mut sums = SoftmaxSums { outputs: vec![0.0; dim], highest: f32::NEG_INFINITY, sum: 0.0 };
-    for token in start..end {
-        let block = KernelRun::index(run.integers(2, table + token / pool.block_tokens, 1)?[0], "block")?;
-        let vector = head * pool.block_tokens + token % pool.block_tokens;
-        let keys = block * pool.block_stride + pool.layer + vector * dim;
-        let key = run.read(1, element, keys, dim)?;
-        let value = run.read(1, element, keys + pool.kv_heads * pool.block_tokens * dim, dim)?;
-        let score = scores.score(dot(query, &key));
-        let best = sums.highest.max(score);
-        let (shrink, weight) = ((sums.highest - best).exp2(), (score - best).exp2());
-        sums.highest = best;
-        sums.sum = sums.sum * shrink + weight;
-        for (output, value) in sums.outputs.iter_mut().zip(value) {
-            *output = *output * shrink + weight * value;
+/// Keys and values of one head, of successive tokens from `start` on.
+struct KeysValues {
+    start: usize,
+    keys: Vec<f32>,
+    values: Vec<f32>,
+}
+
+impl KeysValues {
+    /// Those of the tokens `start..end`. `table` is the start of the block table in argument 2.
+    fn read(
+        run: &mut KernelRun<'_>,
+        pool: &PoolArgs,
+        kv_head: usize,
+        table: usize,
+        (start, end): (usize, usize),
+    ) -> Result<Self, KernelFault> {
+        let (element, dim) = (run.module.element, run.module.head_dim);
+        let mut all = Self { start, keys: Vec::new(), values: Vec::new() };
+        let mut token = start;
+        while token < end {
+            let block = KernelRun::index(run.integers(2, table + token / pool.block_tokens, 1)?[0], "block")?;
+            let within = token % pool.block_tokens;
+            let tokens = (pool.block_tokens - within).min(end - token);
+            let vector = kv_head * pool.block_tokens + within;
+            let keys = block * pool.block_stride + pool.layer + vector * dim;
+            let values = keys + pool.kv_heads * pool.block_tokens * dim;
+            all.keys.extend(run.read(1, element, keys, tokens * dim)?);
+            all.values.extend(run.read(1, element, values, tokens * dim)?);
+            token += tokens;
         }
+        Ok(all)
     }
-    Ok(sums)
+
+    /// One query over the keys `start..end`.
+    fn attend(&self, query: &[f32], (start, end): (usize, usize), scores: &ScoreArgs) -> SoftmaxSums {
+        let dim = query.len();
+        let mut sums = SoftmaxSums { outputs: vec![0.0; dim], highest: f32::NEG_INFINITY, sum: 0.0 };
+        if start >= end {
+            return sums;
+        }
+        let taken = (start - self.start) * dim..(end - self.start) * dim;
+        let keys = self.keys[taken.clone()].chunks_exact(dim);
+        for (key, value) in keys.zip(self.values[taken].chunks_exact(dim)) {
+            let score = scores.score(dot(query, key));
+            if score > sums.highest {
+                let shrink = (sums.highest - score).exp2();
+                sums.highest = score;
+                sums.sum *= shrink;
+                sums.outputs.iter_mut().for_each(|output| *output *= shrink);
+            }
+            let weight = (score - sums.highest).exp2();
+            sums.sum += weight;
+            sums.outputs.iter_mut().zip(value).for_each(|(output, value)| *output += weight * value);
+        }
+        sums
+    }
 }
 
 pub(super) fn decode(run: &mut KernelRun<'_>) -> Result<(), KernelFault> {
@@ -121,14 +154,17 @@ pub(super) fn decode(run: &mut KernelRun<'_>) -> Result<(), KernelFault> {
         for split in 0..splits {
             let start = oldest + split * per_split;
             let end = length.min(start + per_split);
-            for head in 0..pool.heads {
-                let at = (sequence * pool.heads + head) * splits + split;
-                let width = pool.heads + 2 * pool.kv_heads;
-                let query = run.read(0, run.module.element, (row * width + head) * dim, dim)?;
-                let sums = attend(run, &pool, &query, head / pool.group(), table, (start, end), &scores)?;
-                run.write(5, Element::F32, at * 2, &[sums.highest, sums.sum])?;
-                if start < end {
-                    run.write(4, Element::F32, at * dim, &sums.outputs)?;
+            for kv_head in 0..pool.kv_heads {
+                let kv = KeysValues::read(run, &pool, kv_head, table, (start, end))?;
+                for head in pool.heads_of(kv_head) {
+                    let at = (sequence * pool.heads + head) * splits + split;
+                    let width = pool.heads + 2 * pool.kv_heads;
+                    let query = run.read(0, run.module.element, (row * width + head) * dim, dim)?;
+                    let sums = kv.attend(&query, (start, end), &scores);
+                    run.write(5, Element::F32, at * 2, &[sums.highest, sums.sum])?;
+                    if start < end {
+                        run.write(4, Element::F32, at * dim, &sums.outputs)?;
+                    }
                 }
             }
         }
@@ -182,12 +218,15 @@ pub(super) fn prefill(run: &mut KernelRun<'_>) -> Result<(), KernelFault> {
         if queries > baton_engine::compute::cuda::kernels::TILE_QUERIES {
             return Err(format!("a tile of {queries} queries"));
         }
-        for query in 0..queries {
-            for head in 0..heads {
+        for kv_head in 0..pool.kv_heads {
+            let kv = KeysValues::read(run, &pool, kv_head, table, (scores.oldest(first), first + queries))?;
+            for (query, head) in
+                (0..queries).flat_map(|query| pool.heads_of(kv_head).map(move |head| (query, head)))
+            {
                 let width = heads + 2 * pool.kv_heads;
                 let q = run.read(0, run.module.element, ((row + query) * width + head) * dim, dim)?;
                 let keys = (scores.oldest(first + query), first + query + 1);
-                let sums = attend(run, &pool, &q, head / pool.group(), table, keys, &scores)?;
+                let sums = kv.attend(&q, keys, &scores);
                 let out: Vec<_> = sums.outputs.iter().map(|output| output / sums.sum).collect();
                 run.write(4, run.module.element, ((row + query) * heads + head) * dim, &out)?;
             }
