@@ -106,9 +106,11 @@ pub(crate) enum RoleArg {
     Decode,
     /// Serves both legs
     Both,
+    /// Serves requests without handoffs: no side channel, no copy of a GPU's KV pool in host memory
+    Standalone,
 }
 
-same_variants!(RoleArg => Role: Prefill, Decode, Both);
+same_variants!(RoleArg => Role: Prefill, Decode, Both, Standalone);
 
 /// Names as in vLLM.
 #[derive(Clone, Copy, Debug, ValueEnum)]

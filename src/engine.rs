@@ -45,12 +45,9 @@ pub(crate) fn run(args: EngineArgs) -> Result<(), Failure> {
         };
         let engine = tokio::task::block_in_place(|| Engine::start(options, &mut progress))?;
         let side_channels: Vec<_> = engine.side_channels().iter().map(ToString::to_string).collect();
-        say(&format!(
-            "ready http={} side_channel={} model={}",
-            engine.http(),
-            side_channels.join(","),
-            engine.model()
-        ));
+        let side_channels =
+            if side_channels.is_empty() { "none".to_owned() } else { side_channels.join(",") };
+        say(&format!("ready http={} side_channel={side_channels} model={}", engine.http(), engine.model()));
         engine.run(stop).await?;
         say("stopped");
         Ok(())
@@ -72,6 +69,9 @@ fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     options.role = args.role.into();
     options.listen = args.listen;
     options.data_parallel_size = args.data_parallel_size;
+    if args.side_channel.is_some() && !options.role.has_handoffs() {
+        return Err("--side-channel has no effect with --role standalone, which opens none".into());
+    }
     options.side_channel =
         args.side_channel.unwrap_or_else(|| std::net::SocketAddr::new(args.listen.ip(), 0));
     options.side_channel_host = args.side_channel_host;

@@ -96,6 +96,12 @@ fn an_engine_beyond_loopback_needs_a_secret() {
             "{listen}: {printed}"
         );
     }
+    // An engine without handoffs has no side channel.
+    let (started, _, printed) =
+        out(&baton(&["engine", "--role", "standalone", "--side-channel", "127.0.0.1:0"]));
+    assert!(!started && printed.contains("--side-channel has no effect with --role standalone"), "{printed}");
+    let (started, _, printed) = out(&baton(&["engine", "--role", "standalone", "--listen", "0.0.0.0:0"]));
+    assert!(!started && printed.contains("beyond loopback needs --cluster-secret-file"), "{printed}");
     // A password that could be guessed is not accepted either.
     let folder = tempfile::tempdir().unwrap();
     let short = file(folder.path(), "secret", "fifteen bytes..");

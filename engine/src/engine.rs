@@ -149,19 +149,14 @@ impl Engine {
         self.http
     }
 
-    /// Where other engines read the blocks of the first data-parallel rank, or of its first KV rank.
-    #[must_use]
-    pub fn side_channel(&self) -> SocketAddr {
-        self.running[0].side_channels[0]
-    }
-
-    /// Where other engines read blocks: the KV ranks of one data-parallel rank after the other.
+    /// Where other engines read blocks: the KV ranks of one data-parallel rank after the other. Empty without handoffs.
     #[must_use]
     pub fn side_channels(&self) -> Vec<SocketAddr> {
         self.running.iter().flat_map(|running| running.side_channels.clone()).collect()
     }
 
-    /// The memory of the first data-parallel rank's KV pool, by KV rank, for checks.
+    /// The memory of the first data-parallel rank's KV pool, by KV rank, for checks. Empty if no transport uses it and it
+    /// is in a device's memory.
     #[must_use]
     pub fn kv_regions(&self) -> &[Region] {
         &self.running[0].cache.regions
@@ -250,8 +245,11 @@ fn start_ranks(
     Ok(running)
 }
 
-/// A listener per data-parallel rank and KV rank: consecutive ports, or free ones.
+/// A listener per data-parallel rank and KV rank: consecutive ports, or free ones. None without handoffs.
 fn side_channels(options: &EngineOptions) -> Result<Vec<TcpListener>, StartError> {
+    if !options.role.has_handoffs() {
+        return Ok(Vec::new());
+    }
     let base = options.side_channel;
     let listen = |rank: usize| {
         let port = match base.port() {
@@ -326,7 +324,8 @@ fn on_device(
         max_rows: options.max_num_batched_tokens,
         max_sequences: options.max_num_seqs,
         max_positions: positions,
-        pool: pool(options),
+        // Only transports use the host's memory: tiers and digests copy from the device.
+        mirror: options.role.has_handoffs().then(|| pool(options)),
     };
     let weights = Weights::open(&options.model)?;
     let opened = crate::compute::cuda::open(accelerator, &weights, config, &device, progress);
@@ -343,10 +342,13 @@ fn pool_blocks(options: &EngineOptions, block_bytes: usize) -> Result<usize, Sta
     Ok(blocks)
 }
 
-/// The allocator of the memory that transports see.
+/// The allocator of the memory that transports see. Without handoffs the memory is private.
 fn pool(options: &EngineOptions) -> fn(usize, usize) -> Region {
     match options.kv_transport {
         KvTransport::Tcp => Region::allocate,
+        KvTransport::Auto | KvTransport::Shm | KvTransport::Nixl if !options.role.has_handoffs() => {
+            Region::allocate
+        }
         KvTransport::Auto | KvTransport::Shm | KvTransport::Nixl => shared_pool,
     }
 }
@@ -389,16 +391,43 @@ fn check(options: &EngineOptions) -> Result<Option<Secret>, StartError> {
     if options.kv_lease_duration < Duration::from_millis(100) {
         return wrong("kv_lease_duration must be at least 100 ms");
     }
+    check_transports(options)?;
+    check_secrets(options)
+}
+
+/// The options of handoffs. Without handoffs none of them has an effect.
+fn check_transports(options: &EngineOptions) -> Result<(), StartError> {
+    let wrong = |what: &str| Err(StartError::Options(what.to_owned()));
+    if !options.role.has_handoffs() {
+        let given = [
+            ("--kv-transport", options.kv_transport != KvTransport::Auto),
+            ("--side-channel-host", options.side_channel_host.is_some()),
+        ];
+        return match given.into_iter().find(|(_, is_given)| *is_given) {
+            Some((option, _)) => wrong(&format!(
+                "{option} has no effect with --role standalone, which opens no side channel: leave it out, or choose \
+                 another --role"
+            )),
+            None => Ok(()),
+        };
+    }
     if options.side_channel.ip().is_unspecified() && options.side_channel_host.is_none() {
         return wrong(
             "a side channel on an unspecified address (0.0.0.0 or ::) needs --side-channel-host: decode engines \
              connect to that host, and cannot reach an unspecified one",
         );
     }
-    let beyond_loopback = !is_loopback(&options.listen) || !is_loopback(&options.side_channel);
+    Ok(())
+}
+
+fn check_secrets(options: &EngineOptions) -> Result<Option<Secret>, StartError> {
+    let wrong = |what: &str| Err(StartError::Options(what.to_owned()));
+    let serves_blocks_beyond = options.role.has_handoffs() && !is_loopback(&options.side_channel);
+    let beyond_loopback = !is_loopback(&options.listen) || serves_blocks_beyond;
     if beyond_loopback && options.cluster_secret.is_none() {
         return wrong(
-            "listening beyond loopback needs --cluster-secret-file: without a secret any host could release or read KV blocks",
+            "listening beyond loopback needs --cluster-secret-file: without a secret any host could abort requests, \
+             and release or read KV blocks",
         );
     }
     if options.previous_cluster_secret.is_some() && options.cluster_secret.is_none() {

@@ -201,8 +201,8 @@ fn differences(table: &BTreeMap<String, String>, live: &BTreeMap<String, String>
     unlisted.chain(missing.map(|(name, kind)| format!("no process has the {kind} {name}"))).collect()
 }
 
-/// A metric of engines whose pool is in a device's memory. `tests/e2e/transports/device.rs` reads it.
-const OF_DEVICES: [&str; 1] = ["baton_kv_mirror_blocks_total"];
+/// Metrics of engines whose pool is in a device's memory. `tests/e2e/transports/` reads them.
+const OF_DEVICES: [&str; 2] = ["baton_kv_mirror_blocks_total", "baton_kv_mirror_bytes"];
 
 #[test]
 fn every_metric_of_live_processes_has_a_row_and_every_row_a_metric() {

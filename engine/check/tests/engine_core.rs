@@ -22,7 +22,7 @@ use baton_engine::model::config::ModelConfig;
 use baton_engine::model::generation::GenerationDefaults;
 use baton_engine::model::weights::Weights;
 use baton_engine::offload::OffloadOrder;
-use baton_engine::offload::host_arena::HostArena;
+use baton_engine::offload::host_arena::{HostArena, TieredPool};
 use baton_engine::offload::tier_index::TierConfig;
 use baton_engine::sampling::SamplingParams;
 use baton_engine::scheduler::sequence::{FinishReason, NewSequence, Purpose, SeqId, StopRule};
@@ -250,7 +250,7 @@ fn the_step_loop_waits_for_steps_and_not_for_offloads() {
         max_rows: 64,
         max_sequences: 2,
         max_positions: 96,
-        pool: Region::allocate,
+        mirror: Some(Region::allocate),
     };
     let device = SoftwareDevice::new(16 << 20, options.element, config.head_dim);
     let waits = Arc::clone(&device.waits);
@@ -275,7 +275,7 @@ fn the_step_loop_waits_for_steps_and_not_for_offloads() {
     }
     assert!(emitted.lock().unwrap().is_empty());
     // A worker copies the blocks from the device, without the mirror.
-    let arena = HostArena::new(64, vec![region.clone()]).mirroring(shared_pool);
+    let arena = HostArena::new(64, TieredPool::new(vec![region.clone()], shared_pool));
     let mut stored = Vec::new();
     for order in orders.lock().unwrap().drain(..) {
         let OffloadOrder::Store { block, slot, .. } = order else { panic!("{order:?}") };

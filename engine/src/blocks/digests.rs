@@ -5,7 +5,6 @@
 //! is reallocated meanwhile. The next step waits for the hashing of up to [`DIGEST_BYTES_MAX`], so a page is bounded.
 
 use baton_connector::BlockId;
-use baton_connector::region::Region;
 use baton_connector::slice::Geometry;
 use sha2::{Digest, Sha256};
 use tokio::sync::oneshot;
@@ -58,30 +57,29 @@ pub fn page_blocks(block_bytes: usize) -> usize {
 
 impl DigestPage {
     /// Hashes the readable ones of the first [`page_blocks`] of `cached`, which is sorted by hash. The others belong
-    /// to the next page.
-    #[must_use]
-    pub fn of(
+    /// to the next page. `read` returns the bytes of a block, by rank.
+    ///
+    /// # Errors
+    /// The first error of `read`.
+    pub fn of<E>(
         cached: &[(BlockHash, BlockId)],
         is_readable: impl Fn(BlockId) -> bool,
         geometry: &Geometry,
-        regions: &[Region],
-    ) -> Self {
+        mut read: impl FnMut(BlockId) -> Result<Vec<Vec<u8>>, E>,
+    ) -> Result<Self, E> {
         let shown = &cached[..cached.len().min(page_blocks(geometry.whole().block_bytes()))];
-        let digest = |&(hash, block): &(BlockHash, BlockId)| BlockDigest {
-            hash,
-            block,
-            sha256: digest_of(block, geometry, regions),
-        };
         let next = shown.last().filter(|_| shown.len() < cached.len()).map(|&(hash, _)| hash);
-        let readable = shown.iter().filter(|(_, block)| is_readable(*block));
-        Self { blocks: readable.map(digest).collect(), next }
+        let mut blocks = Vec::with_capacity(shown.len());
+        for &(hash, block) in shown.iter().filter(|(_, block)| is_readable(*block)) {
+            blocks.push(BlockDigest { hash, block, sha256: digest_of(&read(block)?, geometry) });
+        }
+        Ok(Self { blocks, next })
     }
 }
 
 /// SHA-256 of a block's bytes in the order of the whole layout, so that engines with different shards of heads agree.
-fn digest_of(block: BlockId, geometry: &Geometry, regions: &[Region]) -> [u8; 32] {
+fn digest_of(shards: &[Vec<u8>], geometry: &Geometry) -> [u8; 32] {
     let (whole, shard) = (geometry.whole(), geometry.shard());
-    let shards: Vec<_> = regions.iter().map(|region| region.read_block(block)).collect();
     // All heads of one rank in one half of one layer are contiguous.
     let run = shard.block_bytes() / (2 * whole.layers);
     let mut hash = Sha256::new();
@@ -106,19 +104,11 @@ mod tests {
     #[test]
     fn a_digest_does_not_depend_on_how_the_heads_are_sharded() {
         let bytes: Vec<u8> = (0..64).collect();
-        let one = Region::allocate(1, 64);
-        one.write_block(BlockId(0), &bytes);
-        let whole = digest_of(BlockId(0), &geometry(1), &[one]);
+        let whole = digest_of(std::slice::from_ref(&bytes), &geometry(1));
         assert_eq!(whole, <[u8; 32]>::from(Sha256::digest(&bytes)));
         // Rank r of two has heads 2r and 2r + 1 of the keys, and then of the values.
-        let two: Vec<Region> = [0, 16]
-            .map(|at| {
-                let region = Region::allocate(1, 32);
-                region.write_block(BlockId(0), &[&bytes[at..at + 16], &bytes[32 + at..48 + at]].concat());
-                region
-            })
-            .into();
-        assert_eq!(digest_of(BlockId(0), &geometry(2), &two), whole);
+        let two = [0, 16].map(|at| [&bytes[at..at + 16], &bytes[32 + at..48 + at]].concat());
+        assert_eq!(digest_of(&two, &geometry(2)), whole);
     }
 
     #[test]
@@ -126,8 +116,7 @@ mod tests {
         assert_eq!(page_blocks(1), DIGEST_BLOCKS_MAX);
         assert_eq!(page_blocks(DIGEST_BYTES_MAX / 3), 3);
         assert_eq!(page_blocks(usize::MAX), 1);
-        let region = Region::allocate(2, 64);
-        region.write_block(BlockId(1), &[9; 64]);
+        let read = |block: BlockId| Ok::<_, &str>(vec![vec![9 * block.0 as u8; 64]]);
         let cached: Vec<_> = (0..=DIGEST_BLOCKS_MAX)
             .map(|n| {
                 let mut hash = [0; 32];
@@ -135,14 +124,17 @@ mod tests {
                 (BlockHash(hash), BlockId(n as u32 % 2))
             })
             .collect();
-        let (geometry, regions) = (geometry(1), [region]);
-        let page = DigestPage::of(&cached, |_| true, &geometry, &regions);
+        let geometry = geometry(1);
+        let page = DigestPage::of(&cached, |_| true, &geometry, read).expect("every block can be read");
         assert_eq!(
             (page.blocks.len(), page.next),
             (DIGEST_BLOCKS_MAX, Some(cached[DIGEST_BLOCKS_MAX - 1].0))
         );
         assert_ne!(page.blocks[0].sha256, page.blocks[1].sha256);
         assert_eq!(page.blocks[0].sha256, page.blocks[2].sha256);
-        assert_eq!(DigestPage::of(&cached[DIGEST_BLOCKS_MAX..], |_| true, &geometry, &regions).next, None);
+        let last = DigestPage::of(&cached[DIGEST_BLOCKS_MAX..], |_| true, &geometry, read);
+        assert_eq!(last.expect("every block can be read").next, None);
+        let failed = DigestPage::of(&cached, |_| true, &geometry, |_| Err("the device failed"));
+        assert_eq!(failed, Err("the device failed"));
     }
 }

@@ -7,7 +7,7 @@
 //!   model       weights on the device        plan            one step as integers
 //!   forward     one step as launches         copy_pieces     many copies as launches
 //!   mirror_map  which side has newer bytes   shared_kv_pool  the pool, for transports and tiers
-//!   pool_size   number of blocks
+//!   pool_size   number of blocks             kv_pool         the pool, for steps
 //! ```
 //!
 //! One step consists of one copy to the device (its integers), launches, and copies back. The device returns the tokens
@@ -15,12 +15,12 @@
 //! to a bucket. Its launches are recorded at the second use of a bucket and replayed as one graph from then on.
 //!
 //! The KV pool is one plain allocation in the layout of [`KvLayout`], which engines on the same host may read device to
-//! device ([`shared_kv_pool`]). Tiers and the other transports use a mirror of the pool in host memory. A block is copied
-//! to the mirror at the first read of a leased block ([`Executor::mark_leased`]), or to a tier when it is stored
-//! ([`Executor::store`]). The thread that needs the block makes the copy, on a stream of its own. A block written from
-//! outside ([`Executor::reserve`]) is copied to the device before the first step that reads it. The thread of the steps
-//! waits only for copies of blocks that are hashed for debugging ([`Executor::publish`]), and leaves out blocks that
-//! other threads are copying.
+//! device ([`shared_kv_pool`]). The other transports use a mirror of the pool in host memory, which an engine without
+//! handoffs does not have. A block is copied to the mirror at the first read of a leased block
+//! ([`Executor::mark_leased`]), or to a tier when it is stored ([`Executor::store`]). The thread that needs the block
+//! makes the copy, on a stream of its own. A block written from outside ([`Executor::reserve`]) is copied to the device
+//! before the first step that reads it. The thread of the steps waits only for copies of blocks that are hashed for
+//! debugging ([`Executor::publish`]), and leaves out blocks that other threads are copying.
 //!
 //! Not exact in the sense of the trait. The matrix library chooses its order of summation by shape, so the rest of the
 //! batch may change a row's last bits.
@@ -31,6 +31,7 @@ pub mod device;
 pub mod driver;
 mod forward;
 pub mod kernels;
+mod kv_pool;
 mod mirror_map;
 mod model;
 pub mod nvrtc;
@@ -56,9 +57,9 @@ pub use self::open::{
 use self::device::{DeviceSlice, Graph, HostBuffer, HostSlice, Priority, Stream, StreamEvent};
 use self::forward::CudaActivations;
 use self::kernels::{DRAW_WORDS, KernelFeatures, KernelShape};
+use self::kv_pool::CudaKvPool;
 use self::model::CudaNetwork;
 use self::plan::{BUCKETS, StepBounds, StepPlan};
-use self::pool_size::MemorySizes;
 pub use self::pool_size::PoolSize;
 use self::shared_kv_pool::{SharedKvPool, SyncPlan};
 use super::cpu::WeightLoadProgress;
@@ -82,8 +83,8 @@ pub struct DeviceOptions {
     pub max_sequences: usize,
     /// Tokens of one sequence; at least one.
     pub max_positions: usize,
-    /// Allocates the mirror: number of zeroed blocks, bytes per block.
-    pub pool: fn(usize, usize) -> Region,
+    /// Allocates the mirror, if transports of host memory use the pool: number of zeroed blocks, bytes per block.
+    pub mirror: Option<fn(usize, usize) -> Region>,
 }
 
 /// Buffers of a step, on the host and on the device.
@@ -96,33 +97,6 @@ struct StepBuffers {
     results: DeviceSlice,
     chosen_bytes: usize,
     wanted_max: usize,
-}
-
-/// The KV pool and its mirror.
-struct CudaKvPool {
-    pool: DeviceSlice,
-    mirror_host: HostBuffer,
-    /// The mirror.
-    regions: Vec<Region>,
-    shared_pool: Arc<SharedKvPool>,
-}
-
-impl CudaKvPool {
-    fn new(
-        device: &mut impl Device,
-        options: &DeviceOptions,
-        blocks: usize,
-        block_bytes: usize,
-    ) -> Result<Self, DeviceError> {
-        let (pool, memory) = device.alloc_shared(blocks * block_bytes)?;
-        let region = (options.pool)(blocks, block_bytes);
-        Ok(Self {
-            pool: DeviceSlice::of(pool, blocks * block_bytes),
-            mirror_host: device.host_over(&region)?,
-            shared_pool: Arc::new(SharedKvPool::new(memory, region.clone())),
-            regions: vec![region],
-        })
-    }
 }
 
 /// Streams of steps and of copies of blocks, each with an event.
@@ -210,7 +184,7 @@ impl<D: Device> CudaExecutor<D> {
         let results = room(chosen_bytes + wanted_max * config.vocab * 4)?;
         let words = room(bounds.words * 4)?;
         let activations = CudaActivations::new(&mut room, &shape, config, &bounds, multiprocessors)?;
-        bounds.blocks = blocks(&device, options, own, layout.block_bytes())?;
+        bounds.blocks = kv_pool::blocks(&device, options, own, layout.block_bytes())?;
         let kv = CudaKvPool::new(&mut device, options, bounds.blocks, layout.block_bytes())?;
         let (words_host, results_host) = (device.host(words.bytes)?, device.host(results.bytes)?);
         Ok(Self {
@@ -342,18 +316,11 @@ impl<D: Device> CudaExecutor<D> {
             return Ok(());
         }
         for block in landed {
-            let (host, device) = self.both(block);
+            let (host, device) = self.kv.both(block);
             self.device.upload(self.streams.copies, host, device)?;
         }
         self.device.record(self.streams.copied, self.streams.copies)?;
         self.device.wait(self.streams.compute, self.streams.copied)
-    }
-
-    /// A block in the mirror and in the pool.
-    fn both(&self, block: BlockId) -> (HostSlice, DeviceSlice) {
-        let bytes = self.layout.block_bytes();
-        let offset = block.index() * bytes;
-        (HostSlice { host: self.kv.mirror_host, offset }, self.kv.pool.part(offset, bytes))
     }
 
     /// Copies the results of `rows` wanted rows from `first` on to the host and waits: the chosen tokens, and the
@@ -417,11 +384,11 @@ impl<D: Device> CudaExecutor<D> {
             return Ok(());
         }
         for &block in &plan.downloads {
-            let (host, device) = self.both(block);
+            let (host, device) = self.kv.both(block);
             self.device.download(self.streams.copies, device, host)?;
         }
         for &block in &plan.uploads {
-            let (host, device) = self.both(block);
+            let (host, device) = self.kv.both(block);
             self.device.upload(self.streams.copies, host, device)?;
         }
         self.device.record(self.streams.copied, self.streams.copies)?;
@@ -450,46 +417,6 @@ fn kernel_shape(
         score_cap: config.attention.cap.unwrap_or(0.0),
         rotary_dim: config.attention.rotary_dim,
     }
-}
-
-/// Blocks of the pool, after the allocation of `own` bytes of weights and buffers.
-fn blocks(
-    device: &impl Device,
-    options: &DeviceOptions,
-    own: usize,
-    block_bytes: usize,
-) -> Result<usize, LoadError> {
-    let most = i32::MAX as usize / options.block_tokens;
-    let share = match options.pool_size {
-        PoolSize::Blocks(blocks) if blocks == 0 || blocks > most => {
-            return Err(LoadError::Unsupported(format!(
-                "the KV pool has {blocks} blocks, expected 1 to {most}"
-            )));
-        }
-        PoolSize::Blocks(blocks) => return Ok(blocks),
-        PoolSize::Share(share) => share,
-    };
-    let total = device.total_bytes()?;
-    let (free, reserve) = (device.free_bytes()?, MemorySizes::reserve_of(total));
-    // An engine with a share of the device gets the same share of the host, because other engines may use the same
-    // device.
-    let host = (pool_size::host_bytes() as f64 * (share / GPU_MEMORY_UTILIZATION).min(1.0)) as usize;
-    let memory = MemorySizes { total, free, own, reserve, host };
-    let chosen = pool_size::blocks(share, &memory, block_bytes, most)
-        .map_err(|error| LoadError::Unsupported(error.to_string()))?;
-    tracing::info!(
-        event = "kv_cache_sized",
-        blocks = chosen.blocks,
-        tokens = chosen.blocks * options.block_tokens,
-        mib = (chosen.blocks * block_bytes) >> 20,
-        bound = chosen.bound,
-        share,
-        total_mib = total >> 20,
-        free_mib = free >> 20,
-        weights_and_buffers_mib = own >> 20,
-        "KV cache sized from free device memory; --kv-cache-mib sets it"
-    );
-    Ok(chosen.blocks)
 }
 
 /// Upper bounds of a step. The number of blocks is set when the pool is sized.
@@ -533,6 +460,10 @@ impl<D: Device> Executor for CudaExecutor<D> {
         &self.kv.regions
     }
 
+    fn blocks(&self) -> usize {
+        self.bounds.blocks
+    }
+
     fn vocab(&self) -> usize {
         self.config.vocab
     }
@@ -561,8 +492,17 @@ impl<D: Device> Executor for CudaExecutor<D> {
         self.kv.shared_pool.reserve(blocks);
     }
 
+    /// Without a mirror nothing is copied: [`Self::read_block`] reads the device.
     fn publish(&mut self, blocks: &[BlockId]) -> Result<Vec<BlockId>, ExecutorError> {
+        if self.kv.regions.is_empty() {
+            return self.usable().map(|()| blocks.to_vec());
+        }
         self.used(|executor| executor.sync_blocks(blocks))
+    }
+
+    fn read_block(&mut self, block: BlockId) -> Result<Vec<Vec<u8>>, ExecutorError> {
+        self.used(|executor| executor.kv.read_block(&mut executor.device, &executor.streams, block))
+            .map(|bytes| vec![bytes])
     }
 
     /// The engine has waited for every step, so the device has finished writing these blocks.

@@ -38,6 +38,10 @@ impl Executor for DegradedExecutor {
         self.inner.regions()
     }
 
+    fn blocks(&self) -> usize {
+        self.inner.blocks()
+    }
+
     fn vocab(&self) -> usize {
         self.inner.vocab()
     }
@@ -75,6 +79,10 @@ impl Executor for DegradedExecutor {
 
     fn publish(&mut self, blocks: &[BlockId]) -> Result<Vec<BlockId>, ExecutorError> {
         self.inner.publish(blocks)
+    }
+
+    fn read_block(&mut self, block: BlockId) -> Result<Vec<Vec<u8>>, ExecutorError> {
+        self.inner.read_block(block)
     }
 
     fn mark_leased(&mut self, blocks: &[BlockId]) -> Result<(), ExecutorError> {

@@ -128,16 +128,17 @@ pub trait Executor: Send {
     /// Shape of one KV block, over all heads.
     fn layout(&self) -> KvLayout;
 
-    /// The pool's memory: one region per rank over which the KV heads are sharded, at least one. The shards of a block
-    /// have the same id in every region.
+    /// The pool's memory that the host can read: one region per rank over which the KV heads are sharded. The shards of
+    /// a block have the same id in every region. Empty if the pool is in a device's memory and has no mirror. An
+    /// executor without regions overrides [`Self::blocks`] and [`Self::read_block`].
     fn regions(&self) -> &[Region];
 
-    /// How the pool is divided: [`Self::layout`] over [`Self::regions`].
+    /// How the pool is divided: [`Self::layout`] over [`Self::regions`], or in one shard without regions.
     ///
     /// # Panics
     /// When the heads cannot be sharded over this number of regions: a bug of the executor.
     fn geometry(&self) -> Geometry {
-        Geometry::new(self.layout(), self.regions().len()).expect("an executor shards whole heads")
+        Geometry::new(self.layout(), self.regions().len().max(1)).expect("an executor shards whole heads")
     }
 
     /// Blocks of the pool.
@@ -190,7 +191,7 @@ pub trait Executor: Send {
         let _ = blocks;
     }
 
-    /// Makes the computed bytes of these blocks visible in [`Self::regions`]. The engine calls it before it hashes
+    /// Makes the computed bytes of these blocks visible in [`Self::regions`], if there are any. The engine calls it before it hashes
     /// blocks, and before it leases or stores them, unless [`Self::mark_leased`] and [`Self::store`] are overridden. An
     /// executor that computes in the regions has nothing to do.
     ///
@@ -201,6 +202,14 @@ pub trait Executor: Send {
     /// [`ExecutorError`]. The blocks must not be read then.
     fn publish(&mut self, blocks: &[BlockId]) -> Result<Vec<BlockId>, ExecutorError> {
         Ok(blocks.to_vec())
+    }
+
+    /// The bytes of a published block, by rank, for digests.
+    ///
+    /// # Errors
+    /// [`ExecutorError`]: the device could not copy them.
+    fn read_block(&mut self, block: BlockId) -> Result<Vec<Vec<u8>>, ExecutorError> {
+        Ok(self.regions().iter().map(|region| region.read_block(block)).collect())
     }
 
     /// These blocks are final and will be leased. A reader of [`Self::regions`] first calls [`Self::shared_pool`], if
@@ -241,7 +250,7 @@ pub trait Executor: Send {
         Ok(())
     }
 
-    /// The pool for other threads, if it is in a device's own memory. There is one region then.
+    /// The pool for other threads, if it is in a device's own memory. There is at most one region then: the mirror.
     fn shared_pool(&self) -> Option<Arc<cuda::shared_kv_pool::SharedKvPool>> {
         None
     }

@@ -31,7 +31,7 @@ mod step_time;
 mod timers;
 mod verifying;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::{Duration, Instant};
@@ -50,7 +50,6 @@ pub use self::messages::{DeadlineKind, Deadlines, ProducerAddress, SeqEnd, SeqEv
 use self::pooling::PromptCollector;
 use self::sampler::{RowOutcome, Sampler};
 use self::timers::{CoreTimers, TOO_LATE};
-use crate::blocks::digests::{DigestPage, DigestRequest, page_blocks};
 use crate::blocks::pool::BlockUsage;
 use crate::compute::{Executor, SeqStep};
 use crate::engine_core::fetch_target::FetchTarget;
@@ -279,19 +278,6 @@ impl<S: EngineEnv> EngineCore<S> {
             self.end_all(FinishReason::Abort, || SeqEvent::Unavailable("the engine is shutting down"));
             self.env.release_all("shutdown");
         }
-    }
-
-    fn answer_digests(&mut self, request: DigestRequest) {
-        let geometry = self.executor.geometry();
-        // The last one is not part of the page: it shows that there is another page.
-        let limit = page_blocks(geometry.whole().block_bytes()) + 1;
-        let cached = self.scheduler.cached_blocks(request.after, limit);
-        let blocks: Vec<_> = cached.iter().map(|&(_, block)| block).collect();
-        let Some(readable) = self.publish(&blocks) else { return };
-        let readable: HashSet<BlockId> = readable.into_iter().collect();
-        let is_readable = |block| readable.contains(&block);
-        // A requester that has left needs no answer.
-        let _ = request.reply.send(DigestPage::of(&cached, is_readable, &geometry, self.executor.regions()));
     }
 
     /// Ends a request by name. The core remembers a decode request that has not arrived yet; the ledger remembers a

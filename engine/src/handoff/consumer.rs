@@ -10,6 +10,9 @@
 //!
 //! A silent producer delays only its own requests: `producer_turns.rs` limits the threads that one producer can
 //! occupy.
+//!
+//! An engine without handoffs reads nothing, but it releases the handoffs that it refuses. From the first refusal on it
+//! has the `notices` threads, and one `heartbeat` thread that closes idle connections.
 
 mod fetch_workers;
 mod heartbeat;
@@ -81,11 +84,48 @@ impl ProducerCache {
 
 /// See the module's documentation.
 pub struct HandoffConsumer {
-    fetch_workers: fetch_workers::FetchWorkers,
+    /// `None`: handoffs are refused.
+    fetch_workers: Option<fetch_workers::FetchWorkers>,
     heartbeat: Arc<heartbeat::Heartbeat>,
     notices: Arc<notices::NoticeSender>,
+    /// Threads that the first notice starts.
+    deferred: Mutex<Option<PeerThreads>>,
     stop: Arc<AtomicBool>,
     threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+/// What the threads for heartbeats and notices need.
+struct PeerThreads {
+    heartbeat: Arc<heartbeat::Heartbeat>,
+    notices: Arc<notices::NoticeSender>,
+    transport: Arc<dyn Transport>,
+    mailbox: Arc<Mailbox>,
+    metrics: Arc<EngineMetrics>,
+    stop: Arc<AtomicBool>,
+}
+
+impl PeerThreads {
+    fn new(transport: Arc<dyn Transport>, mailbox: Arc<Mailbox>, metrics: Arc<EngineMetrics>) -> Self {
+        let (heartbeat, notices, stop) = (Arc::default(), Arc::default(), Arc::default());
+        Self { heartbeat, notices, transport, mailbox, metrics, stop }
+    }
+
+    /// Starts all threads for notices and `heartbeats` for heartbeats, and leaves their handles in `threads`.
+    fn start(&self, heartbeats: usize, threads: &mut Vec<JoinHandle<()>>) -> std::io::Result<()> {
+        for n in 0..notices::THREADS {
+            let (notices, transport) = (Arc::clone(&self.notices), Arc::clone(&self.transport));
+            let (metrics, stop) = (Arc::clone(&self.metrics), Arc::clone(&self.stop));
+            let delivering = std::thread::Builder::new().name(format!("notices-{n}"));
+            threads.push(delivering.spawn(move || notices.run(&*transport, &metrics, &stop))?);
+        }
+        for n in 0..heartbeats {
+            let (heartbeat, transport) = (Arc::clone(&self.heartbeat), Arc::clone(&self.transport));
+            let (mailbox, stop) = (Arc::clone(&self.mailbox), Arc::clone(&self.stop));
+            let beating = std::thread::Builder::new().name(format!("heartbeat-{n}"));
+            threads.push(beating.spawn(move || heartbeat.run(&*transport, &mailbox, &stop))?);
+        }
+        Ok(())
+    }
 }
 
 impl HandoffConsumer {
@@ -100,31 +140,42 @@ impl HandoffConsumer {
         metrics: Arc<EngineMetrics>,
         workers: usize,
     ) -> std::io::Result<Self> {
-        let stop = Arc::new(AtomicBool::new(false));
-        let heartbeat = Arc::new(heartbeat::Heartbeat::default());
-        let notices = Arc::new(notices::NoticeSender::default());
-        let mut threads = Vec::new();
-        let (fetch_workers, handles) = fetch_workers::FetchWorkers::start(
+        let (fetch_workers, mut threads) = fetch_workers::FetchWorkers::start(
             Arc::clone(&transport),
             cache,
             Arc::clone(&mailbox),
             Arc::clone(&metrics),
             workers,
         )?;
-        threads.extend(handles);
-        for n in 0..heartbeat::THREADS {
-            let (heartbeat, transport, stop, mailbox) =
-                (Arc::clone(&heartbeat), Arc::clone(&transport), Arc::clone(&stop), Arc::clone(&mailbox));
-            let beating = std::thread::Builder::new().name(format!("heartbeat-{n}"));
-            threads.push(beating.spawn(move || heartbeat.run(&*transport, &mailbox, &stop))?);
+        let of_peers = PeerThreads::new(transport, mailbox, metrics);
+        of_peers.start(heartbeat::THREADS, &mut threads)?;
+        Ok(Self::with(Some(fetch_workers), of_peers, threads))
+    }
+
+    /// The consumer of an engine that refuses every handoff. It has no thread before the first refusal.
+    #[must_use]
+    pub fn for_refusals(
+        transport: Arc<dyn Transport>,
+        mailbox: Arc<Mailbox>,
+        metrics: Arc<EngineMetrics>,
+    ) -> Self {
+        Self::with(None, PeerThreads::new(transport, mailbox, metrics), Vec::new())
+    }
+
+    fn with(
+        fetch_workers: Option<fetch_workers::FetchWorkers>,
+        of_peers: PeerThreads,
+        threads: Vec<JoinHandle<()>>,
+    ) -> Self {
+        Self {
+            heartbeat: Arc::clone(&of_peers.heartbeat),
+            notices: Arc::clone(&of_peers.notices),
+            stop: Arc::clone(&of_peers.stop),
+            // With fetch workers all threads run already.
+            deferred: Mutex::new(fetch_workers.is_none().then_some(of_peers)),
+            fetch_workers,
+            threads: Mutex::new(threads),
         }
-        for n in 0..notices::THREADS {
-            let (notices, transport, stop, metrics) =
-                (Arc::clone(&notices), Arc::clone(&transport), Arc::clone(&stop), Arc::clone(&metrics));
-            let delivering = std::thread::Builder::new().name(format!("notices-{n}"));
-            threads.push(delivering.spawn(move || notices.run(&*transport, &metrics, &stop))?);
-        }
-        Ok(Self { fetch_workers, heartbeat, notices, stop, threads: Mutex::new(threads) })
     }
 
     /// Keeps the lease of a queued sequence alive from now on.
@@ -138,18 +189,38 @@ impl HandoffConsumer {
     }
 
     /// Starts a read on a worker; its reports go to the mailbox.
+    ///
+    /// # Panics
+    /// When the consumer is for refusals only: no such sequence is admitted.
     pub fn read(&self, id: SeqId, target: &FetchTarget, first: usize, into: Vec<BlockId>) {
-        self.fetch_workers.read(id, target.clone(), first, &into);
+        let workers = self.fetch_workers.as_ref().expect("an engine without handoffs admits no fetch");
+        workers.read(id, target.clone(), first, &into);
     }
 
     /// Raises the stop flag of a read.
     pub fn stop_read(&self, id: SeqId) {
-        self.fetch_workers.stop(id);
+        self.fetch_workers.iter().for_each(|workers| workers.stop(id));
     }
 
     /// Releases a lease at its producer: at least once, repeated until answered or past expiry.
     pub fn release(&self, target: &FetchTarget, reason: &'static str) {
         self.notices.add(target.clone(), reason);
+        self.start_deferred();
+    }
+
+    /// Starts the threads for notices, unless they run. One for heartbeats closes their idle connections.
+    fn start_deferred(&self) {
+        let mut deferred = self.deferred.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(of_peers) = deferred.take() else { return };
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Err(error) = of_peers.start(1, &mut threads) {
+            tracing::error!(
+                event = "notice_threads_not_started", %error,
+                "cannot start threads, leases of refused handoffs may end by expiry"
+            );
+            // The next refusal tries again. One thread is enough for all notices.
+            *deferred = threads.is_empty().then_some(of_peers);
+        }
     }
 
     /// Delivers notices until `deadline`, then ends the threads.
@@ -158,7 +229,7 @@ impl HandoffConsumer {
         self.stop.store(true, Ordering::Release);
         self.heartbeat.wake();
         self.notices.wake();
-        self.fetch_workers.close();
+        self.fetch_workers.iter().for_each(fetch_workers::FetchWorkers::close);
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         for thread in threads {
             drop(thread.join());

@@ -317,6 +317,13 @@ impl EngineMetrics {
         CopyCounters { to_host: to("host"), to_device: to("device"), in_step: to("device_in_step") }
     }
 
+    /// The size of the mirror of a pool in a device's memory; 0 without a mirror.
+    pub fn mirror_bytes(&self, bytes: usize) {
+        let help =
+            "Host memory that mirrors a pool in a device's own memory; 0 for an engine without handoffs.";
+        self.make().gauge("baton_kv_mirror_bytes", help).set(bytes as f64);
+    }
+
     /// The state of NIXL, and the path of its library (`baton_nixl_info`).
     pub fn nixl(&self, state: &'static str, library: &str) {
         let labels = [Label::new("state", state), Label::new("library", library.to_owned())];

@@ -38,6 +38,7 @@ fn everything() -> String {
     metrics.carried("tcp", 4096);
     metrics.nixl("disabled", "");
     metrics.copy_counters().to_host.increment(1);
+    metrics.mirror_bytes(4096);
     metrics.load_failed("recompute");
     metrics.lease_opened(2);
     metrics.early_lease();

@@ -1,12 +1,13 @@
 //! The host tier's memory, and the copies between it and the device's pool.
 //!
-//! A block of the device is one shard per rank. In a slot and in a file its shards are contiguous.
+//! A block of the device is one shard per rank. In a slot and in a file its shards are contiguous. A pool in a device's
+//! own memory has one shard, and the device copies it.
 #![allow(
     unsafe_code,
     reason = "the pool and the arena are shared memory; scheduler and tier index give exclusive access"
 )]
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use baton_connector::BlockId;
 use baton_connector::region::Region;
@@ -19,32 +20,88 @@ use crate::compute::cuda::shared_kv_pool::SharedKvPool;
 #[derive(Clone, Debug)]
 pub struct HostArena {
     slots: Region,
-    device: Vec<Region>,
-    /// Set if the regions mirror a device's own memory.
-    shared_pool: Option<Arc<SharedKvPool>>,
+    pool: TieredPool,
+}
+
+/// The pool above the tiers.
+#[derive(Clone, Debug)]
+pub enum TieredPool {
+    /// In the regions that the executor computes in, one per rank.
+    Host(Vec<Region>),
+    /// In a device's own memory.
+    Device(StagedPool),
+}
+
+/// A pool in a device's own memory. Its mirror is not used, if there is one.
+#[derive(Clone, Debug)]
+pub struct StagedPool {
+    pool: Arc<SharedKvPool>,
+    /// Idle memory of one block each, for blocks that are loaded without a slot. Page-locked if the system allows it.
+    /// Their number is bounded by the number of loading threads.
+    staging: Arc<Mutex<Vec<Region>>>,
+}
+
+impl TieredPool {
+    /// The pool of an executor with these regions, or with this pool in a device's memory.
+    #[must_use]
+    pub fn new(regions: Vec<Region>, shared_pool: Option<Arc<SharedKvPool>>) -> Self {
+        match shared_pool {
+            Some(pool) => Self::Device(StagedPool { pool, staging: Arc::default() }),
+            None => Self::Host(regions),
+        }
+    }
+
+    /// Bytes of one block, over all shards.
+    #[must_use]
+    pub fn block_bytes(&self) -> usize {
+        match self {
+            Self::Host(shards) => shards.iter().map(Region::block_bytes).sum(),
+            Self::Device(device) => device.pool.block_bytes(),
+        }
+    }
+
+    /// Shards of one block.
+    #[must_use]
+    pub fn shards(&self) -> usize {
+        match self {
+            Self::Host(shards) => shards.len(),
+            Self::Device(_) => 1,
+        }
+    }
+}
+
+impl StagedPool {
+    /// Copies bytes into a landing block. The device reads them from memory that stays until the copy is over.
+    fn write_block(&self, bytes: &[u8], block: BlockId) -> Result<(), DeviceError> {
+        let idle = self.staging.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let staging = idle.unwrap_or_else(|| {
+            let region = Region::allocate(1, bytes.len());
+            self.pool.pin(&region);
+            region
+        });
+        staging.write_block(BlockId(0), bytes);
+        let loaded = self.pool.load(&staging, BlockId(0), block);
+        // A copy that hung may still read this memory.
+        if !matches!(loaded, Err(DeviceError::Hung { .. })) {
+            self.staging.lock().unwrap_or_else(PoisonError::into_inner).push(staging);
+        }
+        loaded
+    }
 }
 
 impl HostArena {
-    /// `slots` slots for blocks of a device with these regions, one per rank. The system provides the memory page by
-    /// page at its first use.
+    /// `slots` slots for blocks of a pool. The system provides the memory page by page at its first use. Below a device
+    /// the slots are page-locked if the system allows it, which allocates all of their memory now.
     ///
     /// # Panics
     /// Without slots or regions.
     #[must_use]
-    pub fn new(slots: usize, device: Vec<Region>) -> Self {
-        let block_bytes = device.iter().map(Region::block_bytes).sum();
-        Self { slots: Region::allocate(slots, block_bytes), device, shared_pool: None }
-    }
-
-    /// The same arena for regions that mirror a device's own memory: slots are copied from and to that memory
-    /// directly. Slots are page-locked if the system allows it, which allocates all of their memory now.
-    #[must_use]
-    pub fn mirroring(mut self, shared_pool: Option<Arc<SharedKvPool>>) -> Self {
-        if let Some(pool) = &shared_pool {
-            pool.pin(&self.slots);
+    pub fn new(slots: usize, pool: TieredPool) -> Self {
+        let slots = Region::allocate(slots, pool.block_bytes());
+        if let TieredPool::Device(device) = &pool {
+            device.pool.pin(&slots);
         }
-        self.shared_pool = shared_pool;
-        self
+        Self { slots, pool }
     }
 
     /// Bytes of one block, over all ranks.
@@ -59,17 +116,20 @@ impl HostArena {
     /// # Errors
     /// [`OffloadFault::Io`] when the device fails to copy the block.
     pub fn store(&self, block: BlockId, slot: HostSlot) -> Result<(), OffloadFault> {
-        if let Some(shared_pool) = &self.shared_pool {
-            return shared_pool.store(block, &self.slots, BlockId(slot.0)).map_err(|error| {
-                tracing::error!(
-                    event = "block_offload_failed", %error,
-                    "cannot copy a block to host memory, block not stored"
-                );
-                OffloadFault::Io
-            });
-        }
+        let shards = match &self.pool {
+            TieredPool::Host(shards) => shards,
+            TieredPool::Device(device) => {
+                return device.pool.store(block, &self.slots, BlockId(slot.0)).map_err(|error| {
+                    tracing::error!(
+                        event = "block_offload_failed", %error,
+                        "cannot copy a block to host memory, block not stored"
+                    );
+                    OffloadFault::Io
+                });
+            }
+        };
         let mut at = self.slots.block_ptr(BlockId(slot.0));
-        for shard in &self.device {
+        for shard in shards {
             let bytes = shard.block_bytes();
             // SAFETY: a slot is as long as all shards of a block together, and no other thread writes either.
             unsafe {
@@ -86,11 +146,14 @@ impl HostArena {
     /// # Errors
     /// [`OffloadFault::Io`] when the device fails to copy it.
     pub fn load(&self, slot: HostSlot, block: BlockId) -> Result<(), OffloadFault> {
-        if let Some(shared_pool) = &self.shared_pool {
-            return shared_pool.load(&self.slots, BlockId(slot.0), block).map_err(copy_fault);
-        }
+        let shards = match &self.pool {
+            TieredPool::Host(shards) => shards,
+            TieredPool::Device(device) => {
+                return device.pool.load(&self.slots, BlockId(slot.0), block).map_err(copy_fault);
+            }
+        };
         let mut at = self.slots.block_ptr(BlockId(slot.0)).cast_const();
-        for shard in &self.device {
+        for shard in shards {
             let bytes = shard.block_bytes();
             // SAFETY: as above.
             unsafe {
@@ -110,16 +173,17 @@ impl HostArena {
     /// When `bytes` is not exactly one block.
     pub fn write_block(&self, bytes: &[u8], block: BlockId) -> Result<(), OffloadFault> {
         assert_eq!(bytes.len(), self.block_bytes(), "one block");
-        if let Some(shared_pool) = &self.shared_pool {
-            shared_pool.wait_for_downloads(&[block]).map_err(copy_fault)?;
-        }
+        let shards = match &self.pool {
+            TieredPool::Host(shards) => shards,
+            TieredPool::Device(device) => return device.write_block(bytes, block).map_err(copy_fault),
+        };
         let mut rest = bytes;
-        for shard in &self.device {
+        for shard in shards {
             let (mine, others) = rest.split_at(shard.block_bytes());
             shard.write_block(block, mine);
             rest = others;
         }
-        self.shared_pool.as_ref().map_or(Ok(()), |pool| pool.upload(&[block]).map_err(copy_fault))
+        Ok(())
     }
 
     /// Copies verified bytes into a slot that no other thread uses.
@@ -149,7 +213,7 @@ mod tests {
     #[test]
     fn the_shards_of_a_block_are_offloaded_and_loaded_together() {
         let device = vec![Region::allocate(4, 8), Region::allocate(4, 16)];
-        let arena = HostArena::new(2, device.clone());
+        let arena = HostArena::new(2, TieredPool::Host(device.clone()));
         device[0].write_block(BlockId(1), &[1; 8]);
         device[1].write_block(BlockId(1), &[2; 16]);
         arena.store(BlockId(1), HostSlot(1)).expect("there is no device to refuse");

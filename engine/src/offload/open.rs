@@ -1,18 +1,14 @@
 //! Opens the tiers of an engine's configuration: their sizes, directories and existing files.
 
 use std::path::PathBuf;
-use std::sync::Arc;
-
-use baton_connector::region::Region;
 
 use super::OffloadReport;
 use super::disk::{DiskFolder, DiskTier, record_bytes};
-use super::host_arena::HostArena;
+use super::host_arena::{HostArena, TieredPool};
 use super::record::TierIdentity;
 use super::tier_index::TierConfig;
 use super::workers::{OffloadWorkers, WorkerTimeouts};
 use crate::blocks::hash::BlockHash;
-use crate::compute::cuda::shared_kv_pool::SharedKvPool;
 
 /// Limit of the files of one disk tier, which are scanned when it is opened.
 const DISK_BLOCKS_MAX: u64 = 8 << 20;
@@ -48,9 +44,8 @@ pub(crate) struct OpenTiers {
 }
 
 impl OpenTiers {
-    /// Opens the tiers of data-parallel rank `rank` of `ranks`, over the shards of its blocks. With a shared pool,
-    /// these regions mirror the memory of a device. `None` without tiers. `model` is the identity of the weights,
-    /// `layout` the fingerprint of a shard.
+    /// Opens the tiers of data-parallel rank `rank` of `ranks`, below its pool. `None` without tiers. `model` is the
+    /// identity of the weights, `layout` the fingerprint of a shard.
     ///
     /// # Errors
     /// The problem with the options, as a message.
@@ -58,12 +53,11 @@ impl OpenTiers {
         options: &OffloadOptions,
         rank: usize,
         ranks: usize,
-        device: Vec<Region>,
-        shared_pool: Option<Arc<SharedKvPool>>,
+        pool: TieredPool,
         layout: u64,
         model: &str,
     ) -> Result<Option<Self>, String> {
-        let block_bytes: usize = device.iter().map(Region::block_bytes).sum();
+        let block_bytes = pool.block_bytes();
         let host_blocks = options.host_bytes / ranks / block_bytes;
         if options.host_bytes > 0 && host_blocks == 0 {
             let given = options.host_bytes;
@@ -78,7 +72,7 @@ impl OpenTiers {
                 return Err(format!("a disk tier of {given} bytes cannot hold a file of {record} bytes"));
             }
             config.disk_blocks = usize::try_from(blocks.min(DISK_BLOCKS_MAX)).expect("it is bounded");
-            let identity = TierIdentity::new(layout, model, device.len());
+            let identity = TierIdentity::new(layout, model, pool.shards());
             // A rank looks up only its own blocks: each has its own directory.
             let dir = if ranks > 1 { wanted.dir.join(format!("dp{rank}")) } else { wanted.dir.clone() };
             let (folder, there) = DiskFolder::open(&dir, &identity, block_bytes)
@@ -100,7 +94,7 @@ impl OpenTiers {
         if !granted {
             return Err(format!("no memory for a host tier of {} bytes", options.host_bytes));
         }
-        let arena = HostArena::new(config.slots(), device).mirroring(shared_pool);
+        let arena = HostArena::new(config.slots(), pool);
         Ok(Some(Self { config, on_disk: found, arena, disk, timeouts: options.timeouts }))
     }
 

@@ -215,5 +215,27 @@ baton_connector::labelled! {
         Decode => "decode",
         /// Both legs.
         Both => "both",
+        /// No leg, only plain requests: vLLM without `--kv-transfer-config`. Other engines cannot reach its blocks.
+        Standalone => "standalone",
+    }
+}
+
+impl Role {
+    /// Whether the engine leases the blocks of prompts.
+    #[must_use]
+    pub fn produces(self) -> bool {
+        matches!(self, Self::Prefill | Self::Both)
+    }
+
+    /// Whether the engine reads the blocks of other engines.
+    #[must_use]
+    pub fn consumes(self) -> bool {
+        matches!(self, Self::Decode | Self::Both)
+    }
+
+    /// Whether the engine takes part in handoffs, and so has leases, a side channel and transports.
+    #[must_use]
+    pub fn has_handoffs(self) -> bool {
+        self.produces() || self.consumes()
     }
 }

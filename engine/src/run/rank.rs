@@ -19,7 +19,7 @@ use baton_connector::{EngineId, Epoch, Rank};
 use baton_connector_leases::event_log::{EventLog, RankLog};
 use baton_connector_leases::rank::LeasedRank;
 use baton_connector_leases::service::LeaseService;
-use baton_connector_tcp::{ClientOptions, Secret, ServerOptions};
+use baton_connector_tcp::{ClientOptions, Secret, ServerOptions, TcpTransport};
 use tokio_util::sync::CancellationToken;
 
 use crate::compute::Executor;
@@ -34,6 +34,7 @@ use crate::handoff::producer::EngineLeaseOwner;
 use crate::handoff::transport::{self, NixlState, SideChannel};
 use crate::kv_events::{EventPublisher, EventSender, EventSockets, RankBlocks};
 use crate::metrics::EngineMetrics;
+use crate::offload::host_arena::TieredPool;
 use crate::offload::open::OpenTiers;
 use crate::offload::workers::OffloadWorkers;
 use crate::run::options::{EngineOptions, StartError, system};
@@ -132,7 +133,8 @@ pub(crate) struct RunningRank {
 /// The threads of one rank.
 struct RankThreads {
     step_loop: JoinHandle<()>,
-    lease_timer: JoinHandle<()>,
+    /// Only with handoffs: without them there are no leases.
+    lease_timer: Option<JoinHandle<()>>,
     timer_stop: Arc<AtomicBool>,
 }
 
@@ -180,6 +182,14 @@ impl RankContext<'_> {
         metrics: &Arc<EngineMetrics>,
     ) -> Result<Arc<HandoffConsumer>, StartError> {
         let options = self.options;
+        let (state, library) = self.nixl.label();
+        metrics.nixl(state, library);
+        if !options.role.has_handoffs() {
+            let client = ClientOptions { secret: self.secret.clone(), ..ClientOptions::default() };
+            let transport = Arc::new(TcpTransport::new(client));
+            let (mailbox, metrics) = (Arc::clone(mailbox), Arc::clone(metrics));
+            return Ok(Arc::new(HandoffConsumer::for_refusals(transport, mailbox, metrics)));
+        }
         // One connection per read, and some more for heartbeats and releases.
         let connections_per_peer_max = 2 * options.fetch_workers.max(4);
         let client = ClientOptions {
@@ -189,8 +199,6 @@ impl RankContext<'_> {
         };
         let pool = cache.shared_pool.clone();
         let transport = transport::open_consumer_transport(options.kv_transport, self.nixl, pool, &client);
-        let (state, library) = self.nixl.label();
-        metrics.nixl(state, library);
         let consumer = HandoffConsumer::start(
             transport,
             cache.clone(),
@@ -234,8 +242,7 @@ impl RankContext<'_> {
             &options.offload,
             rank,
             options.data_parallel_size,
-            cache.regions.clone(),
-            cache.shared_pool.clone(),
+            TieredPool::new(cache.regions.clone(), cache.shared_pool.clone()),
             cache.geometry.rank_fingerprint(self.fingerprint, Rank(0)),
             self.model,
         );
@@ -268,7 +275,9 @@ impl RankContext<'_> {
         let id = format!("{}-{}{}", options.role.label(), self.epoch, self.suffix(rank));
         ProducerAddress {
             engine_id: EngineId(id.into()),
-            host: options.side_channel_host.clone().unwrap_or_else(|| side_channels[0].ip().to_string()),
+            host: options.side_channel_host.clone().unwrap_or_else(|| {
+                side_channels.first().map_or_else(String::new, |side_channel| side_channel.ip().to_string())
+            }),
             ports: side_channels.iter().map(SocketAddr::port).collect(),
             block_tokens: options.block_tokens,
         }
@@ -284,8 +293,8 @@ impl RankContext<'_> {
 }
 
 impl RunningRank {
-    /// Starts all threads of one rank. Other engines read its blocks at `sides`, by KV rank, and routers its KV events
-    /// at `events`.
+    /// Starts all threads of one rank. Other engines read its blocks at `sides`, by KV rank, which is empty without
+    /// handoffs, and routers its KV events at `events`.
     pub(crate) fn start(
         common: &RankContext<'_>,
         rank: usize,
@@ -306,6 +315,9 @@ impl RunningRank {
         let log = RankLog::new(&common.log, rank);
         let leases = common.open_leases(&mailbox, &metrics, &log);
         if let Some(pool) = &cache.shared_pool {
+            let mirror_bytes =
+                cache.regions.iter().map(|mirror| mirror.blocks() * mirror.block_bytes()).sum();
+            metrics.mirror_bytes(mirror_bytes);
             pool.set_counters(metrics.copy_counters());
         }
         let servers = common.open_side_channels(sides, &cache, &leases)?;
@@ -336,7 +348,7 @@ impl RunningRank {
             log,
         };
         let step_loop = StepLoop::new(common.wrap(executor), scheduler, mailbox, env, sender);
-        let threads = RankThreads::spawn(&common.suffix(rank), step_loop, &core, common.broken.clone())?;
+        let threads = RankThreads::spawn(common, &common.suffix(rank), step_loop, &core)?;
         Ok(Self { core, side_channels, cache, capacity, servers, offload, events, threads })
     }
 
@@ -357,17 +369,18 @@ impl RunningRank {
 
 impl RankThreads {
     fn spawn(
+        common: &RankContext<'_>,
         suffix: &str,
         step_loop: StepLoop,
         core: &Arc<DpRank>,
-        broken: CancellationToken,
     ) -> Result<Self, StartError> {
         let timer_stop = Arc::new(AtomicBool::new(false));
-        let (leases, stop) = (Arc::clone(&core.leases), Arc::clone(&timer_stop));
-        let lease_timer = spawn(&format!("lease-timer{suffix}"), move || {
-            leases.run_timer(|| stop.load(Ordering::Acquire))
-        })?;
-        let core = Arc::clone(core);
+        let lease_timer = common.options.role.has_handoffs().then(|| {
+            let (leases, stop) = (Arc::clone(&core.leases), Arc::clone(&timer_stop));
+            spawn(&format!("lease-timer{suffix}"), move || leases.run_timer(|| stop.load(Ordering::Acquire)))
+        });
+        let lease_timer = lease_timer.transpose()?;
+        let (core, broken) = (Arc::clone(core), common.broken.clone());
         let step_loop = spawn(&format!("step-loop{suffix}"), move || {
             // A loop that has panicked answers no request: the engine ends, and its supervisor restarts it.
             if std::panic::catch_unwind(AssertUnwindSafe(|| step_loop.run())).is_err() {
@@ -384,7 +397,7 @@ impl RankThreads {
     fn join(self) {
         drop(self.step_loop.join());
         self.timer_stop.store(true, Ordering::Release);
-        drop(self.lease_timer.join());
+        self.lease_timer.into_iter().for_each(|timer| drop(timer.join()));
     }
 }
 

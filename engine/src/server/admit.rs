@@ -19,7 +19,6 @@ use super::transfer_params::{PARAMS, TransferIntent};
 use crate::blocks::adapter::BlockAdapter;
 use crate::blocks::hash::prompt_fingerprint_with;
 use crate::engine_core::{DeadlineKind, Deadlines, SeqEvent, Submission};
-use crate::run::options::Role;
 use crate::run::rank::RequestGuard;
 use crate::sampling::{SamplingParams, TokenExclusions};
 use crate::scheduler::SchedulingPolicy;
@@ -220,8 +219,8 @@ fn check_intent(
     };
     match intent {
         TransferIntent::Plain => Ok(()),
-        TransferIntent::Produce { .. } if frontend.role == Role::Decode => wrong_role("do_remote_decode"),
-        TransferIntent::Consume(_) if frontend.role == Role::Prefill => wrong_role("do_remote_prefill"),
+        TransferIntent::Produce { .. } if !frontend.role.produces() => wrong_role("do_remote_decode"),
+        TransferIntent::Consume(_) if !frontend.role.consumes() => wrong_role("do_remote_prefill"),
         TransferIntent::Produce { .. } | TransferIntent::Consume(_) if prompts.len() != 1 => refuse(
             Code::KvUnsupported,
             format!("a handoff is of one prompt, this request has {}", prompts.len()),

@@ -16,7 +16,7 @@ use super::harness::cluster::{
 };
 use super::observe::digests::same_bytes;
 
-fn device() -> DeviceChoice {
+pub(crate) fn device() -> DeviceChoice {
     match std::env::var("BATON_TEST_DEVICE") {
         Ok(name) => baton_engine_check::parse_device(&name).expect("BATON_TEST_DEVICE is a device"),
         Err(_) => baton_engine_check::SOFTWARE,

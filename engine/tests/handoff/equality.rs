@@ -191,7 +191,7 @@ fn engines_that_batch_and_compute_differently_agree_all_the_same() {
     let cluster = Cluster::each(LLAMA, |options| match options.role {
         Role::Prefill => (options.threads, options.max_num_batched_tokens) = (Some(2), 16),
         Role::Decode => (options.kv_blocks, options.max_num_batched_tokens) = (Some(33), 512),
-        Role::Both => options.max_num_batched_tokens = 100,
+        Role::Both | Role::Standalone => options.max_num_batched_tokens = 100,
     });
     for len in [5, 40, 120] {
         let prompt = prompt(len as u64, len);

@@ -176,9 +176,9 @@ fn a_transport_that_swaps_two_blocks_is_detected_despite_equal_tokens() {
     let held = digests(&p);
     let [a, b] = [0, 1].map(|at| BlockId(held[&pair[at]].0));
     let cross = || {
-        let (first, second) = (p.region.read_block(a), p.region.read_block(b));
-        p.region.write_block(a, &second);
-        p.region.write_block(b, &first);
+        let (first, second) = (p.memory().read_block(a), p.memory().read_block(b));
+        p.memory().write_block(a, &second);
+        p.memory().write_block(b, &first);
     };
     cross();
     let answer = d.decode(&ask.body, &handoff).ok();
@@ -228,8 +228,8 @@ fn one_flipped_bit_of_a_block_is_detected() {
     node.generate("one", &greedy(&plain.longest().prompt, 1)).ok();
     let name = &pair(&plain)[1];
     let block = BlockId(digests(&node)[name].0);
-    let mut bytes = node.region.read_block(block);
+    let mut bytes = node.memory().read_block(block);
     bytes[0] ^= 1;
-    node.region.write_block(block, &bytes);
+    node.memory().write_block(block, &bytes);
     assert_eq!(plain.differing(&digests(&node)), std::slice::from_ref(name));
 }

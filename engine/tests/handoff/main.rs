@@ -18,6 +18,7 @@ mod pressure;
 mod ranks;
 mod refusal;
 mod requests;
+mod standalone;
 mod structured;
 mod tiers;
 mod transports;

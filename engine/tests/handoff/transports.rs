@@ -25,7 +25,7 @@ fn cluster(p: KvTransport, d: KvTransport, policy: LoadFailurePolicy) -> Cluster
         match options.role {
             Role::Prefill => options.kv_transport = p,
             Role::Decode => options.kv_transport = d,
-            Role::Both => {}
+            Role::Both | Role::Standalone => {}
         }
     })
 }
@@ -113,7 +113,7 @@ fn a_producer_that_was_started_again_is_found_by_shared_memory_again() {
     let body = greedy(&prompt(5, 45), 6);
     cluster.hand_over(&body);
     let mut again = options(LLAMA, Role::Prefill);
-    again.side_channel = cluster.p.side_channel;
+    again.side_channel = cluster.p.side_channel();
     std::mem::replace(&mut cluster.p, Node::start(options(LLAMA, Role::Prefill))).stop();
     cluster.p = Node::start(again);
     cluster.d.forget();

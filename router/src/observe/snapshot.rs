@@ -118,7 +118,7 @@ pub struct EngineView {
     pub at_us: u64,
     /// The admin listener of the router that read it; empty for a direct reading and in a router's own response.
     pub observed_by: String,
-    /// `prefill`, `decode` or `both`: its own report, or else its pools.
+    /// `prefill`, `decode`, `both` or `standalone`: its own report, or else its pools.
     pub role: String,
     /// The model that it serves.
     pub model: Option<String>,

@@ -1,4 +1,5 @@
-//! Transports between engines with devices, and the real NIXL.
+//! Transports between engines with devices, the real NIXL, and an engine without transports.
 
 mod device;
 mod nixl;
+mod standalone;

@@ -16,7 +16,7 @@ pub(super) struct EngineInfo {
     pub(super) name: String,
     /// The engine responds and accepts the credentials.
     pub(super) up: bool,
-    /// `prefill`, `decode` or `both`; `None` for a stock engine.
+    /// `prefill`, `decode`, `both` or `standalone`; `None` for a stock engine.
     pub(super) role: Option<String>,
     pub(super) version: Option<String>,
     pub(super) run: Option<Incarnation>,

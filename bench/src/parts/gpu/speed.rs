@@ -406,7 +406,7 @@ fn model<D: Device>(
         max_rows: longest,
         max_sequences: most,
         max_positions: longest.max(sizes.decoded_from + sizes.decoded),
-        pool: Region::allocate,
+        mirror: Some(Region::allocate),
     };
     let started = Instant::now();
     let mut executor = CudaExecutor::load(device, &Weights::random(1), &config, &options, &mut |_| ())?;

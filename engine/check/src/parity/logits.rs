@@ -236,7 +236,7 @@ fn computing(
         max_rows: longest,
         max_sequences: sequences,
         max_positions: longest,
-        pool: Region::allocate,
+        mirror: Some(Region::allocate),
     };
     let weights = Weights::open(&subject.files)?;
     Ok(cuda::open(accelerator, &weights, &subject.config, &options, &mut |_| ())?)

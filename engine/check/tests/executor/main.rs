@@ -3,6 +3,7 @@
 
 mod draws;
 mod failures;
+mod mirror;
 
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::sync_channel;
@@ -78,7 +79,7 @@ fn on_software(
         max_rows: 200,
         max_sequences: 12,
         max_positions: 160,
-        pool: Region::allocate,
+        mirror: Some(Region::allocate),
     };
     change(&mut options);
     let device = SoftwareDevice::new(64 << 20, options.element, config.head_dim);
@@ -371,7 +372,7 @@ fn a_pool_larger_than_device_memory_is_a_memory_error() {
         max_rows: 64,
         max_sequences: 4,
         max_positions: 64,
-        pool: Region::allocate,
+        mirror: Some(Region::allocate),
     };
     let device = SoftwareDevice::new(8 << 20, Element::F32, config.head_dim);
     let loaded = CudaExecutor::load(device, &Weights::random(5), &config, &options, &mut |_| ());

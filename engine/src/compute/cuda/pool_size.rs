@@ -3,7 +3,7 @@
 //! ```text
 //!   total × share ── own weights and buffers ── reserve ─┐
 //!   free, after weights and buffers ── reserve ──────────┼─ the least ─▶ blocks
-//!   half of the host's memory, for the mirror ───────────┘
+//!   half of the host's memory, if there is a mirror ─────┘
 //! ```
 //!
 //! The share refers to the whole device and to this engine alone, as vLLM's `--gpu-memory-utilization`. Two engines
@@ -36,8 +36,8 @@ pub struct MemorySizes {
     pub own: usize,
     /// Bytes that stay free.
     pub reserve: usize,
-    /// Host memory for the mirror, which is as large as the pool.
-    pub host: usize,
+    /// Host memory for the mirror, which is as large as the pool. `None` without a mirror.
+    pub host: Option<usize>,
 }
 
 impl MemorySizes {
@@ -72,10 +72,13 @@ impl fmt::Display for PoolSizeError {
         write!(
             f,
             "the KV cache would hold {} blocks of {} bytes, 2 are needed, and is bounded by {}: {} of {total} bytes less \
-             {own} of weights and buffers, {free} bytes are free, {reserve} of them are kept back, and the mirror may \
-             take {host} bytes of host memory; --gpu-memory-utilization sets the share, --kv-cache-mib the size",
+             {own} of weights and buffers, {free} bytes are free, {reserve} of them are kept back",
             self.chosen.blocks, self.block_bytes, self.chosen.bound, self.share
-        )
+        )?;
+        if let Some(host) = host {
+            write!(f, ", and the mirror may take {host} bytes of host memory")?;
+        }
+        f.write_str("; --gpu-memory-utilization sets the share, --kv-cache-mib the size")
     }
 }
 
@@ -94,7 +97,7 @@ pub fn blocks(
     let bounds = [
         (of_share.saturating_sub(kept) / block_bytes, "the share of the device's memory"),
         (memory.free.saturating_sub(memory.reserve) / block_bytes, "the device's free memory"),
-        (memory.host / block_bytes, "the host's memory, for the mirror"),
+        (memory.host.map_or(usize::MAX, |host| host / block_bytes), "the host's memory, for the mirror"),
         (most, "the numbers of slots"),
     ];
     let (blocks, bound) = bounds.into_iter().min_by_key(|(blocks, _)| *blocks).expect("there are four");
@@ -152,8 +155,13 @@ mod tests {
     const GIB: usize = 1 << 30;
     const BLOCK: usize = 2 << 20;
     /// Llama 3.1 8B in bf16 on an H100.
-    const H100: MemorySizes =
-        MemorySizes { total: 80 * GIB, free: 63 * GIB, own: 16 * GIB, reserve: GIB / 2, host: 400 * GIB };
+    const H100: MemorySizes = MemorySizes {
+        total: 80 * GIB,
+        free: 63 * GIB,
+        own: 16 * GIB,
+        reserve: GIB / 2,
+        host: Some(400 * GIB),
+    };
 
     fn sized(share: f64, memory: MemorySizes) -> (usize, &'static str) {
         let chosen = blocks(share, &memory, BLOCK, usize::MAX).expect("the pool fits");
@@ -178,8 +186,10 @@ mod tests {
 
     #[test]
     fn the_mirror_fits_the_host_and_slots_fit_their_numbers() {
-        let small_host = MemorySizes { host: 8 * GIB, ..H100 };
+        let small_host = MemorySizes { host: Some(8 * GIB), ..H100 };
         assert_eq!(sized(0.9, small_host), (8 * 512, "the host's memory, for the mirror"));
+        let no_mirror = MemorySizes { host: None, ..H100 };
+        assert_eq!(sized(0.9, no_mirror), sized(0.9, H100), "the host's memory is no bound");
         let chosen = blocks(1.0, &H100, BLOCK, 1000).expect("there is room");
         assert_eq!((chosen.blocks, chosen.bound), (1000, "the numbers of slots"));
     }
@@ -189,8 +199,8 @@ mod tests {
         for memory in [
             MemorySizes { free: 0, ..H100 },
             MemorySizes { own: 73 * GIB, ..H100 },
-            MemorySizes { host: BLOCK, ..H100 },
-            MemorySizes { total: 0, free: 0, own: 0, reserve: 0, host: 0 },
+            MemorySizes { host: Some(BLOCK), ..H100 },
+            MemorySizes { total: 0, free: 0, own: 0, reserve: 0, host: Some(0) },
             MemorySizes { own: usize::MAX, reserve: usize::MAX, ..H100 },
         ] {
             let error = blocks(0.9, &memory, BLOCK, usize::MAX).expect_err("no room").to_string();
@@ -199,7 +209,11 @@ mod tests {
             {
                 assert!(error.contains(part), "{error}");
             }
+            assert!(error.contains("bytes of host memory"), "{error}");
         }
+        let no_mirror = MemorySizes { free: 0, host: None, ..H100 };
+        let error = blocks(0.9, &no_mirror, BLOCK, usize::MAX).expect_err("no room").to_string();
+        assert!(!error.contains("mirror") && error.contains("kept back; --gpu-memory"), "{error}");
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The KV pool of a device, for transports and tiers. Transports land blocks in the device's memory, let other engines
-//! read it, or use its mirror. All calls come from their threads, concurrently with the executor's steps.
+//! read it, or use its mirror. An engine without handoffs has no mirror, and only tiers use the pool. All calls come
+//! from their threads, concurrently with the executor's steps.
 //!
 //! Three rules keep the data correct:
 //! - No call here touches a block that the executor may write: copied blocks are leased, and target blocks are
@@ -39,7 +40,9 @@ use super::mirror_map::MirrorMap;
 #[derive(Debug)]
 pub struct SharedKvPool {
     memory: Arc<dyn PoolMemory>,
-    region: Region,
+    block_bytes: usize,
+    /// The mirror, if there is one.
+    region: Option<Region>,
     mirror: Mutex<MirrorMap>,
     /// Locked during copies for readers of the mirror, so that a second reader of a block finds it copied.
     copying: Mutex<()>,
@@ -109,12 +112,20 @@ impl SharedKvPool {
     /// Combines a pool's memory and its mirror, which have the same size.
     #[must_use]
     pub fn new(memory: Arc<dyn PoolMemory>, region: Region) -> Self {
-        let mirror = Mutex::new(MirrorMap::new(region.blocks()));
+        let (blocks, block_bytes) = (region.blocks(), region.block_bytes());
+        Self { region: Some(region), ..Self::without_mirror(memory, blocks, block_bytes) }
+    }
+
+    /// The memory of a pool of `blocks` blocks of `block_bytes` without a mirror, for tiers only.
+    #[must_use]
+    pub fn without_mirror(memory: Arc<dyn PoolMemory>, blocks: usize, block_bytes: usize) -> Self {
+        let mirror = Mutex::new(MirrorMap::new(blocks));
         let (copying, copied, failure) = (Mutex::new(()), Condvar::new(), DeviceFailure::default());
         let (closed, counters) = (AtomicBool::new(false), OnceLock::new());
         Self {
             memory,
-            region,
+            block_bytes,
+            region: None,
             mirror,
             copying,
             copied,
@@ -175,10 +186,19 @@ impl SharedKvPool {
         lock(&self.mirror)
     }
 
-    /// The mirror, which is the pool's host side.
+    /// Bytes of one block.
+    #[must_use]
+    pub fn block_bytes(&self) -> usize {
+        self.block_bytes
+    }
+
+    /// The mirror, which is the pool's host side for transports.
+    ///
+    /// # Panics
+    /// Without a mirror: an engine without one opens no transport.
     #[must_use]
     pub fn region(&self) -> &Region {
-        &self.region
+        self.region.as_ref().expect("an engine with transports has a mirror")
     }
 
     /// Copies blocks to the mirror that are leased and not there yet. Blocks until its own and earlier copies are over,
@@ -187,6 +207,9 @@ impl SharedKvPool {
     /// # Errors
     /// [`DeviceError`]. The blocks must not be read in the mirror.
     pub fn download(&self, blocks: &[BlockId]) -> Result<(), DeviceError> {
+        let Some(region) = &self.region else {
+            return Err(DeviceError::Undefined("no block is read on the host without a mirror".into()));
+        };
         let _copying = lock(&self.copying);
         if self.closed.load(Ordering::Acquire) {
             return Err(DeviceError::Closed);
@@ -202,8 +225,8 @@ impl SharedKvPool {
         }
         pending.sort_unstable_by_key(|copy| copy.block.0);
         pending.dedup();
-        let copied =
-            self.memory.copy_out(&self.block_runs(pending.iter().map(|copy| copy.block)), &self.region);
+        let runs = self.block_runs(pending.iter().map(|copy| copy.block));
+        let copied = self.memory.copy_out(&runs, region);
         let copied = copied.inspect_err(|error| self.failure.record_hung(error));
         let mut mirror = self.mirror();
         if copied.is_ok() {
@@ -230,7 +253,7 @@ impl SharedKvPool {
         if landed.is_empty() {
             return Ok(());
         }
-        let copied = self.memory.copy_in(&self.block_runs(landed.iter().copied()), &self.region);
+        let copied = self.memory.copy_in(&self.block_runs(landed.iter().copied()), self.region());
         copied.inspect_err(|error| self.failure.record_hung(error))?;
         self.mirror().take_pending_uploads(landed.iter().copied());
         self.add_count(|counts| &counts.to_device, landed.len());
@@ -239,7 +262,7 @@ impl SharedKvPool {
 
     /// Runs of these sorted blocks, at the same offsets in the pool and in the mirror. Adjacent blocks form one run.
     fn block_runs(&self, blocks: impl Iterator<Item = BlockId>) -> Vec<HostRun> {
-        let bytes = self.region.block_bytes();
+        let bytes = self.block_bytes;
         let mut runs: Vec<HostRun> = Vec::new();
         for block in blocks {
             let at = block.index() * bytes;
@@ -253,7 +276,7 @@ impl SharedKvPool {
 
     /// The run between one block and a slot of a tier's memory.
     fn slot_run(&self, block: BlockId, slots: &Region, slot: BlockId) -> [HostRun; 1] {
-        let bytes = self.region.block_bytes();
+        let bytes = self.block_bytes;
         assert!(bytes == slots.block_bytes() && slot.index() < slots.blocks(), "a slot of one block");
         [HostRun { pool: block.index() * bytes, host: slot.index() * bytes, bytes }]
     }
@@ -306,9 +329,13 @@ impl SharedKvPool {
     }
 
     /// Reserves these blocks to be written from outside. Waits for no copy, because the thread of the steps calls it.
+    /// Without a mirror they can only be written on the device.
     pub(crate) fn reserve(&self, blocks: &[BlockId]) {
         let mut mirror = self.mirror();
-        blocks.iter().for_each(|block| mirror.reserve(*block));
+        blocks.iter().for_each(|block| match &self.region {
+            Some(_) => mirror.reserve(*block),
+            None => mirror.mark_device_newer(*block),
+        });
     }
 
     /// Waits for copies of the earlier contents of these blocks to the mirror, which may take minutes. The thread that
@@ -376,7 +403,7 @@ impl DevicePool for SharedKvPool {
             return Err(io::Error::new(ErrorKind::Unsupported, why));
         }
         let opened = self.memory.open(offer, descriptor)?;
-        Ok(Box::new(PeerPool { opened, region: self.region.clone(), failure: self.failure.clone() }))
+        Ok(Box::new(PeerPool { opened, region: self.region().clone(), failure: self.failure.clone() }))
     }
 
     fn landed(&self, blocks: &[BlockId]) {
@@ -391,7 +418,7 @@ impl baton_connector_nixl::DevicePool for SharedKvPool {
     }
 
     fn region(&self) -> &Region {
-        &self.region
+        Self::region(self)
     }
 
     fn enter(&self) -> io::Result<()> {

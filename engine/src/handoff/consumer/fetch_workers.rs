@@ -37,9 +37,9 @@ use crate::scheduler::sequence::SeqId;
 pub struct LocalCache {
     /// Its shards.
     pub geometry: Geometry,
-    /// The memory of each rank.
+    /// The memory of each rank. Empty if the cache is in a device's memory without a mirror.
     pub regions: Vec<Region>,
-    /// Set if it mirrors a device's own memory.
+    /// Set if the cache is in a device's own memory, which the region mirrors.
     pub shared_pool: Option<Arc<SharedKvPool>>,
 }
 

@@ -138,3 +138,20 @@ fn silent_producers_delay_no_read_heartbeat_or_notice_of_another() {
     transport.over.1.notify_all();
     consumer.shutdown(Instant::now());
 }
+
+#[test]
+fn a_consumer_for_refusals_has_no_thread_before_its_first_notice_and_delivers_that() {
+    let (calls, received) = mpsc::sync_channel(10);
+    let transport = Arc::new(HalfSilentTransport { calls, over: Default::default() });
+    let (mailbox, metrics) = (Arc::new(Mailbox::new(1)), Arc::new(EngineMetrics::new("m")));
+    let consumer = HandoffConsumer::for_refusals(transport, mailbox, metrics);
+    let running = || consumer.threads.lock().expect("no panic").len();
+    assert_eq!(running(), 0);
+    for (number, threads) in [(1, notices::THREADS + 1), (2, notices::THREADS + 1)] {
+        consumer.release(&target(HEALTHY, number), "test");
+        assert_eq!((received.recv_timeout(TEST_TIMEOUT), running()), (Ok("release"), threads));
+    }
+    consumer.stop_read(SeqId(1));
+    consumer.shutdown(Instant::now() + TEST_TIMEOUT);
+    assert_eq!(running(), 0, "its threads have ended");
+}

@@ -7,6 +7,7 @@ use std::sync::mpsc::Receiver;
 use baton_connector::region::Region;
 
 use super::super::disk::Volume;
+use super::super::host_arena::TieredPool;
 use super::super::record::TierIdentity;
 use super::*;
 
@@ -92,7 +93,7 @@ fn bench(timeouts: WorkerTimeouts) -> WorkerBench {
     }
     let (sender, reports) = sync_channel(1024);
     let tier = DiskTier::new(Box::new(disk.clone()), TierIdentity { layout: 1, model: [0; 16] }, BYTES);
-    let arena = HostArena::new(8, vec![device.clone()]);
+    let arena = HostArena::new(8, TieredPool::Host(vec![device.clone()]));
     let workers = OffloadWorkers::start(arena, Some(tier), timeouts, move |report| {
         sender.send(report).expect("the test listens")
     });

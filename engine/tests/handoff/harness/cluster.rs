@@ -54,9 +54,10 @@ const FREED_WITHIN: Duration = Duration::from_secs(20);
 /// One engine with a runtime of its own.
 pub(crate) struct Node {
     pub(crate) http: SocketAddr,
-    pub(crate) side_channel: SocketAddr,
-    /// Memory of its first KV rank.
-    pub(crate) region: Region,
+    /// Of its first KV rank; none without handoffs.
+    side_channel: Option<SocketAddr>,
+    /// Memory of its first KV rank, if the host can read it.
+    pub(crate) region: Option<Region>,
     stop: CancellationToken,
     thread: Option<JoinHandle<()>>,
 }
@@ -86,13 +87,26 @@ impl Node {
             let runtime = builder.worker_threads(1).enable_all().build().expect("a runtime");
             runtime.block_on(async move {
                 let engine = Engine::start(options, &mut |_| {}).expect("the engine starts");
-                let facts = (engine.http(), engine.side_channel(), engine.kv_regions()[0].clone());
+                let side_channel = engine.side_channels().first().copied();
+                let facts = (engine.http(), side_channel, engine.kv_regions().first().cloned());
                 started.send(facts).expect("the test waits");
                 engine.run(stopped).await.expect("the engine serves");
             });
         });
         let (http, side_channel, region) = ready.recv().expect("the engine starts");
         Self { http, side_channel, region, stop, thread: Some(thread) }
+    }
+
+    /// Where other engines read its blocks.
+    #[track_caller]
+    pub(crate) fn side_channel(&self) -> SocketAddr {
+        self.side_channel.expect("an engine with handoffs")
+    }
+
+    /// The memory of its first KV rank.
+    #[track_caller]
+    pub(crate) fn memory(&self) -> &Region {
+        self.region.as_ref().expect("the host can read the pool")
     }
 
     pub(crate) fn get(&self, path: &str) -> Reply {
@@ -231,7 +245,7 @@ impl Cluster {
     pub(crate) fn with(model: &str, change: impl Fn(&mut EngineOptions)) -> Self {
         Self::each(model, |options| match options.role {
             Role::Prefill | Role::Decode => change(options),
-            Role::Both => {}
+            Role::Both | Role::Standalone => {}
         })
     }
 

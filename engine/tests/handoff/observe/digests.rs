@@ -67,19 +67,19 @@ fn exactly_the_two_swapped_blocks_are_reported() {
 
     let (names, held) = (hashes(&prompt), digests(&cluster.d));
     let block = |place: usize| BlockId(held[&names[place]].0);
-    let (second, fifth) = (cluster.d.region.read_block(block(1)), cluster.d.region.read_block(block(4)));
+    let (second, fifth) = (cluster.d.memory().read_block(block(1)), cluster.d.memory().read_block(block(4)));
     assert_ne!(second, fifth);
-    cluster.d.region.write_block(block(1), &fifth);
-    cluster.d.region.write_block(block(4), &second);
+    cluster.d.memory().write_block(block(1), &fifth);
+    cluster.d.memory().write_block(block(4), &second);
     assert_eq!(differing(&cluster.p, &cluster.d, &prompt), [1, 4]);
 
     // One bit is enough.
-    cluster.d.region.write_block(block(1), &second);
-    cluster.d.region.write_block(block(4), &fifth);
+    cluster.d.memory().write_block(block(1), &second);
+    cluster.d.memory().write_block(block(4), &fifth);
     same_bytes(&cluster.p, &cluster.d, &prompt);
-    let mut bytes = cluster.d.region.read_block(block(5));
+    let mut bytes = cluster.d.memory().read_block(block(5));
     *bytes.last_mut().expect("a block has bytes") ^= 1;
-    cluster.d.region.write_block(block(5), &bytes);
+    cluster.d.memory().write_block(block(5), &bytes);
     assert_eq!(differing(&cluster.p, &cluster.d, &prompt), [5]);
     cluster.is_clean();
 }

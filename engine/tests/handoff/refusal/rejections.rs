@@ -482,7 +482,7 @@ fn a_notice_is_repeated_until_the_producer_answers() {
     // A proxy of the producer's side channel: it closes the first three connections, and forwards the fourth.
     let proxy = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = proxy.local_addr().expect("an address").port();
-    let behind = p.side_channel;
+    let behind = p.side_channel();
     let carried = thread::spawn(move || {
         for _ in 0..3 {
             drop(proxy.accept().expect("a connection"));

@@ -80,7 +80,7 @@ fn restarted(policy: LoadFailurePolicy, check: impl Fn(&Cluster, &Value, &Reply)
     let body = greedy(&prompt(5, 45), 12);
     let handoff = cluster.p.open_lease(&body);
     let mut again = options(LLAMA, Role::Prefill);
-    again.side_channel = cluster.p.side_channel;
+    again.side_channel = cluster.p.side_channel();
     std::mem::replace(&mut cluster.p, Node::start(options(LLAMA, Role::Prefill))).stop();
     cluster.p = Node::start(again);
     let fresh = cluster.p.open_lease(&body);

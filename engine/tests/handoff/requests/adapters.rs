@@ -152,7 +152,7 @@ fn prompts_of_an_adapter_handed_off_match_a_single_engine() {
 #[test]
 fn a_handoff_of_another_adapter_is_refused_and_released() {
     let cluster = Cluster::each(LLAMA, |options| match options.role {
-        Role::Prefill | Role::Both => serve(options, &SQL_AND_CHAT),
+        Role::Prefill | Role::Both | Role::Standalone => serve(options, &SQL_AND_CHAT),
         // The same names for other adapters.
         Role::Decode => serve(options, &[("chat", ALL), ("sql", OTHER)]),
     });

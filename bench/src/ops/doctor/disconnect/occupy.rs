@@ -39,7 +39,7 @@ impl DecodeOccupier {
     /// The decode engines of a model. Empty if there are too many.
     pub(super) fn of(engines: &[&EngineInfo], model: &str) -> Self {
         let decodes = |engine: &&&EngineInfo| {
-            matches!(engine.role.as_deref(), Some("decode" | "both"))
+            matches!(engine.role.as_deref(), Some("decode" | "both" | "standalone"))
                 && (engine.models.is_empty() || engine.models.contains(model))
         };
         let engines: Vec<_> = engines.iter().filter(decodes).map(|engine| engine.service.clone()).collect();
