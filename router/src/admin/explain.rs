@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::metrics::routing::DisaggregationReason;
 use crate::routing::disaggregation::DisaggregationInputs;
-use crate::routing::explain::{Explanation, ExplanationHistory, Step};
+use crate::routing::explain::{EventText, Explanation, ExplanationHistory, ExplanationSteps, Step};
 
 /// Maximum requests of one list.
 const LISTED_REQUESTS_MAX: usize = 100;
@@ -86,14 +86,14 @@ impl Explanation {
     pub(crate) fn json(&self) -> Value {
         let mut explanation = self.head();
         let steps = self.lock_steps();
-        explanation["steps"] = steps.steps.iter().map(|(at, step)| step.json(*at)).collect();
+        explanation["steps"] = steps.steps.iter().map(|(at, step)| step.json(*at, &steps)).collect();
         explanation["steps_left_out"] = json!(steps.left_out);
         explanation
     }
 }
 
 impl Step {
-    fn json(&self, at: Duration) -> Value {
+    fn json(&self, at: Duration, steps: &ExplanationSteps) -> Value {
         let mut step = match self {
             Self::Choice(leg, decision) => {
                 let mut step = decision.json();
@@ -102,11 +102,16 @@ impl Step {
                 step
             }
             Self::Disaggregation(why, inputs) => disaggregated(*why, inputs),
-            Self::AttemptSent(leg, engine) => json!({"what": "ask", "leg": leg.label(), "engine": &**engine}),
-            Self::AttemptResult(leg, engine, came) => {
-                json!({"what": "answer", "leg": leg.label(), "engine": &**engine, "came": came})
-            }
-            Self::Transition(how) => json!({"what": "go_on", "how": how}),
+            Self::Event(event) => match EventText::of(event) {
+                Some(EventText::AttemptSent(leg, to)) => {
+                    json!({"what": "ask", "leg": leg.label(), "engine": steps.name(to)})
+                }
+                Some(EventText::AttemptResult(leg, by, came)) => {
+                    json!({"what": "answer", "leg": leg.label(), "engine": steps.name(by), "came": came})
+                }
+                Some(EventText::Transition(how)) => json!({"what": "go_on", "how": how}),
+                None => json!({"what": "go_on"}),
+            },
         };
         step["at_us"] = json!(micros(at));
         step

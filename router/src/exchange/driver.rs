@@ -22,6 +22,7 @@ use selection::Selection;
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use baton_connector::RequestId;
 use baton_connector::exchange::{
@@ -219,11 +220,10 @@ impl ExchangeDriver {
         }
     }
 
-    /// Records a relayed chunk of the response.
-    pub(crate) fn record_piece(&mut self) {
+    /// Records a chunk of the response that arrived at this time.
+    pub(crate) fn record_piece(&mut self, arrived: Instant) {
         if self.progress.streamed {
-            let now = self.shared.now();
-            self.progress.record_piece(now, &self.model.metrics);
+            self.progress.record_piece(self.shared.clock.time(arrived), &self.model.metrics);
         }
     }
 

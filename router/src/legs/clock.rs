@@ -16,7 +16,13 @@ impl Clock {
 
     /// Microseconds since the start.
     pub(crate) fn now(self) -> Time {
-        Time(u64::try_from(self.0.elapsed().as_micros()).unwrap_or(u64::MAX))
+        self.time(Instant::now())
+    }
+
+    /// An instant on this clock; one before its start is the start.
+    pub(crate) fn time(self, instant: Instant) -> Time {
+        let since = instant.saturating_duration_since(self.0);
+        Time(u64::try_from(since.as_micros()).unwrap_or(u64::MAX))
     }
 
     /// A time of this clock, for timers.

@@ -4,7 +4,7 @@
 mod tail;
 
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use baton_connector::Handle;
@@ -53,12 +53,25 @@ pub(crate) struct PrefillCall {
     sent_at: Instant,
     /// The size of its body.
     bytes: usize,
-    /// The socket of the request, once it is sent.
-    socket: Arc<Mutex<Option<Arc<ConnectionHandle>>>>,
-    /// Notified when it is sent.
-    sent: Arc<Notify>,
+    /// How far the request has come.
+    sending: Arc<PrefillSending>,
     /// Never locked: the mutex only makes the future `Sync`, which pingora requires of a context.
     answer: Mutex<Pin<Box<ResponseFuture>>>,
+}
+
+/// What the call and its future share.
+#[derive(Default)]
+struct PrefillSending {
+    /// The socket of the request, once it is sent.
+    socket: Mutex<Option<Arc<ConnectionHandle>>>,
+    /// Notified when it is sent.
+    sent: Notify,
+}
+
+impl PrefillSending {
+    fn socket(&self) -> MutexGuard<'_, Option<Arc<ConnectionHandle>>> {
+        self.socket.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// The handoff of a reply.
@@ -91,15 +104,19 @@ pub(crate) enum PrefillResult {
 }
 
 impl PrefillCall {
-    pub(crate) fn start(attempt: Attempt, load: EngineRequestGuard, outgoing: EngineRequest) -> Self {
-        let socket = Arc::<Mutex<Option<Arc<ConnectionHandle>>>>::default();
-        let sent = Arc::new(Notify::new());
-        let (on, at, notify) = (Arc::clone(&socket), Arc::clone(load.engine()), Arc::clone(&sent));
+    pub(crate) fn start(
+        attempt: Attempt,
+        load: EngineRequestGuard,
+        outgoing: EngineRequest,
+        sent_at: Instant,
+    ) -> Self {
+        let sending = Arc::<PrefillSending>::default();
+        let (on, at) = (Arc::clone(&sending), Arc::clone(load.engine()));
         let bytes = outgoing.body.pieces().iter().map(Bytes::len).sum();
         let answer = async move {
             let sent = |socket| {
-                *on.lock().unwrap_or_else(PoisonError::into_inner) = Some(socket);
-                notify.notify_one();
+                *on.socket() = Some(socket);
+                on.sent.notify_one();
             };
             let response = first_response(&at, &outgoing, sent).await;
             if let Err(error @ (CallError::Broken(_) | CallError::TooLarge(_))) = &response {
@@ -110,8 +127,7 @@ impl PrefillCall {
             }
             response
         };
-        let sent_at = Instant::now();
-        Self { attempt, load, sent_at, bytes, socket, sent, answer: Mutex::new(Box::pin(answer)) }
+        Self { attempt, load, sent_at, bytes, sending, answer: Mutex::new(Box::pin(answer)) }
     }
 
     pub(crate) fn engine(&self) -> &Arc<Engine> {
@@ -125,27 +141,26 @@ impl PrefillCall {
 
     /// Whether the engine may have received the request.
     pub(crate) fn was_sent(&self) -> bool {
-        self.socket.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+        self.sending.socket().is_some()
     }
 
     /// Disables the replay of the request after a broken connection.
     pub(crate) fn disable_replay(&self) {
-        if let Some(socket) = self.socket.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
+        if let Some(socket) = self.sending.socket().as_ref() {
             socket.abandon();
         }
     }
 
     /// Closes the sending side of the connection and keeps reading.
     pub(crate) fn half_close(&self) {
-        if let Some(socket) = self.socket.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
+        if let Some(socket) = self.sending.socket().as_ref() {
             socket.half_close();
         }
     }
 
     /// Whether the sending side of the connection is closed.
     pub(crate) fn is_half_closed(&self) -> bool {
-        let socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
-        socket.as_ref().is_some_and(|socket| socket.is_half_closed())
+        self.sending.socket().as_ref().is_some_and(|socket| socket.is_half_closed())
     }
 
     /// Waits until the request is on its way, or has failed before: then the response, as
@@ -154,10 +169,10 @@ impl PrefillCall {
     /// # Cancel safety
     /// Cancel-safe; [`Self::receive_response`] follows.
     pub(crate) async fn wait_until_sent(&mut self) -> Option<PrefillResult> {
-        let sent = Arc::clone(&self.sent);
+        let sending = Arc::clone(&self.sending);
         tokio::select! {
             biased;
-            () = sent.notified() => None,
+            () = sending.sent.notified() => None,
             response = self.receive_response() => Some(response),
         }
     }

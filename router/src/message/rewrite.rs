@@ -112,6 +112,9 @@ impl ModelName {
     }
 }
 
+/// The `stream_options` of a stream whose client has none.
+const USAGE_OPTIONS: &str = r#"{"include_usage":true,"continuous_usage_stats":false}"#;
+
 /// Maximum fields that the router adds to one body.
 const ROUTER_FIELDS_MAX: usize = 12;
 
@@ -157,8 +160,11 @@ impl RouterFields {
 
     /// Asks the decode engine for the usage of a stream, in addition to the client's options.
     pub(crate) fn ask_for_usage(&mut self, body: &RawBody) {
-        let own = body.field("stream_options").and_then(|options| serde_json::from_slice(options).ok());
-        let mut options: Map<String, Value> = own.unwrap_or_default();
+        let Some(own) = body.field("stream_options") else {
+            self.stream_options = Some(USAGE_OPTIONS.to_owned());
+            return;
+        };
+        let mut options: Map<String, Value> = serde_json::from_slice(own).unwrap_or_default();
         options.insert("include_usage".to_owned(), Value::Bool(true));
         // Without `include_usage` the option has no effect (vLLM), and it must not get one.
         options.insert("continuous_usage_stats".to_owned(), Value::Bool(false));

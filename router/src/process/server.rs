@@ -451,10 +451,10 @@ impl ClientServer {
         // One timer per connection, for the reason of the drain future.
         let mut idle = pin!(tokio::time::sleep(Duration::ZERO));
         loop {
-            let (bounds, stall) = {
-                let config = &service.0.generation().config;
+            let (bounds, stall) = service.0.read_generation(|generation| {
+                let config = &generation.config;
                 (HeadBounds::of(config), Duration::from_millis(config.timeouts.client_stall_ms))
-            };
+            });
             idle.as_mut().reset(tokio::time::Instant::now() + bounds.idle);
             let head = tokio::select! {
                 biased;

@@ -2,7 +2,8 @@
 //! latest requests for `GET /explain/{id}` and `baton explain`.
 //!
 //! A request's [`Explanation`] enters the ring with its first decision, so it is available while the request hangs. It
-//! contains names of engines, no engines, and nothing of the prompt. All its parts are bounded.
+//! contains names of engines, no engines, and nothing of the prompt. All its parts are bounded. Most explanations are
+//! never read, so events are kept as they are, and become texts when one is.
 
 mod decision;
 
@@ -11,7 +12,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
-use baton_connector::exchange::{Event, Failure, Outcome, SettlementCause};
+use baton_connector::exchange::{Attempt, Event, Failure, Outcome, SettlementCause};
 use baton_connector::{RequestId, Time};
 use hyper::header::HeaderValue;
 
@@ -20,7 +21,7 @@ use crate::message::request_id::bare_id;
 use crate::metrics::Leg;
 use crate::metrics::routing::DisaggregationReason;
 use crate::routing::disaggregation::DisaggregationInputs;
-pub(crate) use decision::{ConsideredEngine, Decision, ExcludedEngine};
+pub(crate) use decision::Decision;
 
 /// Limit on the steps of one request: more than two rounds of the most attempts that a configuration allows, with their
 /// decisions.
@@ -28,6 +29,9 @@ const STEPS_MAX: usize = 160;
 
 /// Steps of a request that uses both legs without a failure.
 const STEPS_USUAL: usize = 9;
+
+/// Attempts of such a request.
+const ATTEMPTS_USUAL: usize = 2;
 
 /// The explanations of the latest requests.
 pub(crate) struct ExplanationHistory {
@@ -52,6 +56,8 @@ pub(crate) struct Explanation {
 #[derive(Default)]
 pub(crate) struct ExplanationSteps {
     pub(crate) steps: Vec<(Duration, Step)>,
+    /// The names of the attempts' engines, by the attempt's number.
+    names: Vec<Arc<str>>,
     pub(crate) left_out: usize,
     pub(crate) end: Option<ExplanationEnd>,
 }
@@ -67,10 +73,16 @@ pub(crate) struct ExplanationEnd {
 pub(crate) enum Step {
     Choice(Leg, Box<Decision>),
     Disaggregation(DisaggregationReason, DisaggregationInputs),
+    /// An event of the exchange that [`EventText::of`] describes.
+    Event(Event),
+}
+
+/// An event of the exchange, as an explanation describes it.
+pub(crate) enum EventText {
     /// An attempt was sent to an engine.
-    AttemptSent(Leg, Arc<str>),
+    AttemptSent(Leg, Attempt),
     /// The result of an attempt.
-    AttemptResult(Leg, Arc<str>, &'static str),
+    AttemptResult(Leg, Attempt, &'static str),
     /// The exchange continued without an engine.
     Transition(&'static str),
 }
@@ -113,6 +125,7 @@ impl ExplanationHistory {
             begun,
             steps: Mutex::new(ExplanationSteps {
                 steps: Vec::with_capacity(STEPS_USUAL),
+                names: Vec::with_capacity(ATTEMPTS_USUAL),
                 ..ExplanationSteps::default()
             }),
         });
@@ -164,52 +177,15 @@ impl Explanation {
         self.record(now, Step::Disaggregation(reason, inputs));
     }
 
-    /// Records an event of the exchange; `engines` are those of its attempts.
+    /// Records an event of the exchange; `engines` are those of its attempts, each at the same place in every call.
     pub(crate) fn record_event(&self, event: &Event, engines: &[Arc<Engine>], now: Time) {
-        use Leg::{Decode, Prefill};
-        let step = |by: baton_connector::exchange::Attempt, leg, result: Option<&'static str>| {
-            let engine = engines.get(usize::from(by.0)).map_or_else(|| Arc::from("?"), |e| e.name());
-            match result {
-                None => Step::AttemptSent(leg, engine),
-                Some(what) => Step::AttemptResult(leg, engine, what),
-            }
-        };
-        self.record(
-            now,
-            match *event {
-                Event::DecodeSent(to) => step(to, Decode, None),
-                Event::PrefillSent(to) => step(to, Prefill, None),
-                Event::PrefillLeased(by, _) => step(by, Prefill, Some("opened a lease")),
-                Event::PrefillEmpty(by) => step(by, Prefill, Some("opened no lease")),
-                Event::PrefillRefused(by) => step(by, Prefill, Some("refused the request")),
-                Event::PrefillFailed(by, failure) => step(by, Prefill, Some(failure_text(failure))),
-                Event::DecodeAccepted(by) => step(by, Decode, Some("accepted")),
-                Event::DecodeRefused(by) => step(by, Decode, Some("refused the request")),
-                Event::DecodeFailed(by, failure) => step(by, Decode, Some(failure_text(failure))),
-                Event::DecodeDeclined(by) => {
-                    step(by, Decode, Some("declined: too little of the prompt is cached"))
-                }
-                Event::FirstChunk(by) => step(by, Decode, Some("first bytes")),
-                Event::StreamEnded(by) => step(by, Decode, Some("complete")),
-                Event::StreamBroken(by) => step(by, Decode, Some("failed")),
-                Event::StreamCut(by) => step(by, Decode, Some("failed; another engine continues")),
-                Event::NotAdmitted => Step::Transition("not admitted"),
-                Event::NoEngine => Step::Transition("no usable engine"),
-                Event::PrefillSkipped => Step::Transition("no remote prefill"),
-                Event::HandoffUnusable => {
-                    Step::Transition("no decode engine could use the handoff; the prompt is computed again")
-                }
-                Event::Exhausted => Step::Transition("gave up"),
-                Event::ExhaustedFor(SettlementCause::DecodeBusy) => {
-                    Step::Transition("gave up: the remaining engines are full")
-                }
-                Event::ExhaustedFor(SettlementCause::OutOfTime) => Step::Transition("gave up: out of time"),
-                Event::ExhaustedFor(_) => Step::Transition("gave up: no engine left"),
-                Event::ClientGone => Step::Transition("cancelled by the client"),
-                // These are no steps: the request continues from the handoff.
-                Event::PrefillEnded(_) | Event::Dropped => return,
-            },
-        );
+        if EventText::of(event).is_none() {
+            return;
+        }
+        let mut steps = self.lock_steps();
+        let known = steps.names.len().min(engines.len());
+        steps.names.extend(engines[known..].iter().map(|engine| engine.name()));
+        steps.add(now.since(self.begun), Step::Event(*event));
     }
 
     /// Records the end of the request. Only the first call has an effect.
@@ -221,16 +197,64 @@ impl Explanation {
     }
 
     fn record(&self, now: Time, step: Step) {
-        let mut steps = self.lock_steps();
-        if steps.steps.len() == STEPS_MAX {
-            steps.left_out += 1;
-        } else {
-            steps.steps.push((now.since(self.begun), step));
-        }
+        self.lock_steps().add(now.since(self.begun), step);
     }
 
     pub(crate) fn lock_steps(&self) -> MutexGuard<'_, ExplanationSteps> {
         self.steps.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl ExplanationSteps {
+    fn add(&mut self, at: Duration, step: Step) {
+        if self.steps.len() == STEPS_MAX {
+            self.left_out += 1;
+        } else {
+            self.steps.push((at, step));
+        }
+    }
+
+    /// The name of an attempt's engine.
+    pub(crate) fn name(&self, attempt: Attempt) -> &str {
+        self.names.get(usize::from(attempt.0)).map_or("?", |name| &**name)
+    }
+}
+
+impl EventText {
+    /// `None`: the event is no step, because the request continues from the handoff.
+    pub(crate) fn of(event: &Event) -> Option<Self> {
+        use Leg::{Decode, Prefill};
+        let result = Self::AttemptResult;
+        Some(match *event {
+            Event::DecodeSent(to) => Self::AttemptSent(Decode, to),
+            Event::PrefillSent(to) => Self::AttemptSent(Prefill, to),
+            Event::PrefillLeased(by, _) => result(Prefill, by, "opened a lease"),
+            Event::PrefillEmpty(by) => result(Prefill, by, "opened no lease"),
+            Event::PrefillRefused(by) => result(Prefill, by, "refused the request"),
+            Event::PrefillFailed(by, failure) => result(Prefill, by, failure_text(failure)),
+            Event::DecodeAccepted(by) => result(Decode, by, "accepted"),
+            Event::DecodeRefused(by) => result(Decode, by, "refused the request"),
+            Event::DecodeFailed(by, failure) => result(Decode, by, failure_text(failure)),
+            Event::DecodeDeclined(by) => result(Decode, by, "declined: too little of the prompt is cached"),
+            Event::FirstChunk(by) => result(Decode, by, "first bytes"),
+            Event::StreamEnded(by) => result(Decode, by, "complete"),
+            Event::StreamBroken(by) => result(Decode, by, "failed"),
+            Event::StreamCut(by) => result(Decode, by, "failed; another engine continues"),
+            Event::NotAdmitted => Self::Transition("not admitted"),
+            Event::NoEngine => Self::Transition("no usable engine"),
+            Event::PrefillSkipped => Self::Transition("no remote prefill"),
+            Event::HandoffUnusable => {
+                Self::Transition("no decode engine could use the handoff; the prompt is computed again")
+            }
+            Event::Exhausted => Self::Transition("gave up"),
+            Event::ExhaustedFor(SettlementCause::DecodeBusy) => {
+                Self::Transition("gave up: the remaining engines are full")
+            }
+            Event::ExhaustedFor(SettlementCause::OutOfTime) => Self::Transition("gave up: out of time"),
+            Event::ExhaustedFor(_) => Self::Transition("gave up: no engine left"),
+            Event::ClientGone => Self::Transition("cancelled by the client"),
+            Event::PrefillEnded(_) | Event::Dropped => return None,
+        })
     }
 }
 

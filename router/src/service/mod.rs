@@ -383,3 +383,30 @@ fn response_deadlines(headers: &HeaderMap, request: &ClientRequest, began: Insta
     };
     ResponseDeadlines::read(headers, began, form, bounds.request)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The memory of the future that a function returns.
+    fn future_bytes<'a, F: Future>(_: impl FnOnce(&'a ClientService, &'a mut Session) -> F) -> usize {
+        size_of::<F>()
+    }
+
+    /// The memory of the future of a request's legs.
+    fn legs_bytes<'a, F: Future>(
+        _: impl FnOnce(&'a mut ExchangeDriver, &'a mut Session, &'a ClientRequest) -> F,
+    ) -> usize {
+        size_of::<F>()
+    }
+
+    #[test]
+    fn a_request_has_memory_for_its_usual_steps_only() {
+        // Each is allocated, and moved there, once per request. An open stream keeps the first.
+        let request = future_bytes(|service, session| service.request(session));
+        let legs = legs_bytes(|driver, session, request| driver.run_legs(session, request));
+        let sizes = [request, legs, size_of::<ExchangeDriver>(), size_of::<ClientRequest>()];
+        let most = [6 << 10, 8 << 10, 2 << 10, 2 << 10];
+        assert!(sizes.iter().zip(&most).all(|(bytes, most)| bytes <= most), "{sizes:?}, at most {most:?}");
+    }
+}

@@ -165,6 +165,11 @@ impl Shared {
         self.installer.current.load_full()
     }
 
+    /// Looks at the generation in effect, without a share of it: its count of shares is one that all workers change.
+    pub(crate) fn read_generation<T>(&self, with: impl FnOnce(&Generation) -> T) -> T {
+        with(&self.installer.current.load())
+    }
+
     /// Puts a configuration into effect for all new requests, as a whole or not at all. Returns the number of the new
     /// generation. It reads files, so a serving thread must not call it.
     ///

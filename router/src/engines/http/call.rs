@@ -28,7 +28,8 @@ impl Engine {
     pub(crate) async fn learn_protocol(self: &Arc<Self>) {
         let protocol = &self.connections.protocol;
         let is_due = || protocol.is_query_due(&self.connections.terms.load().protocol, Instant::now());
-        if !is_due() {
+        // Every request asks, and most need no time for the answer.
+        if !protocol.is_query_wanted(&self.connections.terms.load().protocol) || !is_due() {
             return;
         }
         let query = async {
@@ -99,8 +100,9 @@ impl Engine {
         let (mut lost, mut not_begun) = (None, false);
         let idle_timeout = self.connections.terms.load().idle_timeout;
         let purpose = if request.is_work() { Purpose::Work } else { Purpose::Command };
-        if let Some(mut idle) = self.connections.idle.take(idle_timeout, purpose) {
-            let (socket, begun) = (idle.handle(), Instant::now());
+        let begun = Instant::now();
+        if let Some(mut idle) = self.connections.idle.take(idle_timeout, purpose, begun) {
+            let socket = idle.handle();
             sent(Arc::clone(&socket));
             match self.send(&mut idle, request, request.is_work()).await {
                 Ok(head) => return Ok(self.reply(head, idle)),

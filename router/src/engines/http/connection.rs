@@ -55,8 +55,9 @@ pub(crate) struct Connection {
 
 #[derive(Debug)]
 enum HttpVersion {
-    One(Http1<EngineTransport>),
-    Two(Http2Stream),
+    /// Boxed once per connection: a connection is moved several times per request.
+    One(Box<Http1<EngineTransport>>),
+    Two(Box<Http2Stream>),
 }
 
 /// What a connection is for. A command shares no HTTP/2 connection with requests: their bodies may have used up the
@@ -127,12 +128,12 @@ impl Connection {
             return Ok(Self::over_stream(stream));
         }
         activity.add_connection();
-        Ok(Self::new(HttpVersion::One(Http1::new(stream)), Arc::clone(activity)))
+        Ok(Self::new(HttpVersion::One(Box::new(Http1::new(stream))), Arc::clone(activity)))
     }
 
     fn over_stream(stream: Http2Stream) -> Self {
         let activity = Arc::clone(stream.connection().activity());
-        Self::new(HttpVersion::Two(stream), activity)
+        Self::new(HttpVersion::Two(Box::new(stream)), activity)
     }
 
     fn new(http: HttpVersion, activity: Arc<EngineActivity>) -> Self {
@@ -262,8 +263,8 @@ impl Connection {
         self.idle_since = now;
     }
 
-    pub(crate) fn idle_for(&self) -> Duration {
-        self.idle_since.elapsed()
+    pub(crate) fn idle_for(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(self.idle_since)
     }
 }
 

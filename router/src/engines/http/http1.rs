@@ -38,6 +38,9 @@ pub(super) struct Http1<S> {
     stream: S,
     /// Bytes that were read and are incomplete: half a head, the line of a chunk, or bytes behind a head.
     waiting: BytesMut,
+    /// The head of a request, and how many of its bytes are sent. It is freed with the last one.
+    head: Vec<u8>,
+    head_sent: usize,
     /// Pieces that are not yet sent, last piece first.
     unsent: Vec<Bytes>,
     /// Written bytes may still be buffered, as in TLS.
@@ -63,6 +66,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Http1<S> {
         Self {
             stream,
             waiting: BytesMut::new(),
+            head: Vec::new(),
+            head_sent: 0,
             unsent: Vec::new(),
             flushing: false,
             body: ReplyFraming::Done,
@@ -77,9 +82,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Http1<S> {
 
     /// Stores a request: the bytes of its head and of its body. [`Self::poll_head`] sends it.
     pub(super) fn begin(&mut self, head: Vec<u8>, body: &[Bytes]) {
-        self.unsent.clear();
+        self.drop_unsent();
         self.unsent.extend(body.iter().rev().filter(|piece| !piece.is_empty()).cloned());
-        self.unsent.push(head.into());
+        self.head = head;
         self.flushing = true;
         self.body = ReplyFraming::Head;
     }
@@ -96,11 +101,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Http1<S> {
             // The engine may have sent the reason before it closed.
             Poll::Ready(Err(error)) => Some(Some(error)),
         };
-        let mut head = self.of_waiting(Self::head)?;
+        let mut head = if self.waiting.is_empty() { None } else { self.of_waiting(Self::head)? };
         loop {
             if let Some(head) = head {
                 if unsent.is_some() {
-                    self.unsent.clear();
+                    self.drop_unsent();
                     self.flushing = false;
                     self.reusable = false;
                 }
@@ -165,14 +170,21 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Http1<S> {
         error
     }
 
+    fn drop_unsent(&mut self) {
+        self.unsent.clear();
+        (self.head, self.head_sent) = (Vec::new(), 0);
+    }
+
     fn poll_send(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         if !self.flushing {
             return Poll::Ready(Ok(()));
         }
-        while !self.unsent.is_empty() {
+        while !self.head.is_empty() || !self.unsent.is_empty() {
             let mut slices = [IoSlice::new(&[]); PIECES_MAX];
             let mut count = 0;
-            for (slice, piece) in slices.iter_mut().zip(self.unsent.iter().rev()) {
+            let head = Some(&self.head[self.head_sent..]).filter(|head| !head.is_empty());
+            let pieces = head.into_iter().chain(self.unsent.iter().rev().map(|piece| &piece[..]));
+            for (slice, piece) in slices.iter_mut().zip(pieces) {
                 *slice = IoSlice::new(piece);
                 count += 1;
             }
@@ -180,6 +192,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Http1<S> {
             let mut sent = ready!(stream.poll_write_vectored(context, &slices[..count]))?;
             if sent == 0 {
                 return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+            }
+            let of_head = sent.min(self.head.len() - self.head_sent);
+            sent -= of_head;
+            self.head_sent += of_head;
+            if self.head_sent == self.head.len() {
+                (self.head, self.head_sent) = (Vec::new(), 0);
             }
             while let Some(piece) = self.unsent.last_mut() {
                 if sent < piece.len() {

@@ -133,7 +133,7 @@ impl ControlAddress {
         let reply = |head, connection| {
             Reply::new(head, connection, Arc::clone(engine)).with_pool(Arc::clone(&self.idle))
         };
-        if let Some(mut idle) = self.idle.take(terms.idle_timeout, Purpose::Command) {
+        if let Some(mut idle) = self.idle.take(terms.idle_timeout, Purpose::Command, Instant::now()) {
             match self.send(&mut idle, &terms, request).await {
                 Ok(head) => return Ok(reply(head, idle)),
                 // The connection was closed before. Verbs and queries can be repeated.

@@ -81,16 +81,20 @@ impl LearnedProtocol {
         terms.bootstrap_port.or_else(|| self.state.load().bootstrap_port)
     }
 
-    /// Whether `/server_info` has to be queried.
-    pub(crate) fn is_query_due(&self, terms: &ProtocolTerms, now: Instant) -> bool {
-        let learned = self.state.load();
+    /// Whether `/server_info` has to be queried, at once or later. Of most engines everything is known.
+    pub(crate) fn is_query_wanted(&self, terms: &ProtocolTerms) -> bool {
         let wanted = match terms.setting {
             ProtocolSetting::Auto => true,
             ProtocolSetting::Sglang => terms.bootstrap_port.is_none(),
             ProtocolSetting::Vllm | ProtocolSetting::VllmStore => false,
         };
-        let failed = learned.failed_at.is_some_and(|at| now.saturating_duration_since(at) < RETRY_INTERVAL);
-        wanted && learned.kind.is_none() && !failed
+        wanted && self.state.load().kind.is_none()
+    }
+
+    /// Whether `/server_info` has to be queried now.
+    pub(crate) fn is_query_due(&self, terms: &ProtocolTerms, now: Instant) -> bool {
+        let has_failed = |at: Instant| now.saturating_duration_since(at) < RETRY_INTERVAL;
+        self.is_query_wanted(terms) && !self.state.load().failed_at.is_some_and(has_failed)
     }
 
     /// Whether an answer without SGLang's `/server_info` has to be checked again. A proxy may have sent it while the

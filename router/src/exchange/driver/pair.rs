@@ -311,7 +311,7 @@ impl ExchangeDriver {
         self.prefill.ends_writes = pair.identity.as_ref().is_some_and(|identity| identity.ends_writes);
         let times = self.pair_timeouts(request, pair.sent_at);
         self.apply(Event::PrefillSent(pair.prefill.0));
-        let call = PrefillCall::start(pair.prefill.0, prefill.load, prefill_request);
+        let call = PrefillCall::start(pair.prefill.0, prefill.load, prefill_request, pair.sent_at);
         let call = self.prefill.call.insert(call);
         // A decode engine without its prefill would wait for minutes.
         let unsent = race(session, pin!(call.wait_until_sent())).await;

@@ -201,7 +201,8 @@ impl ExchangeDriver {
         let sent_at = Instant::now();
         let attempt = self.attempts.add(Leg::Prefill, &engine);
         self.apply(Event::PrefillSent(attempt));
-        let call = self.prefill.call.insert(PrefillCall::start(attempt, load, engine_request.clone()));
+        let call =
+            self.prefill.call.insert(PrefillCall::start(attempt, load, engine_request.clone(), sent_at));
         let response = {
             let response = pin!(call.receive_response());
             race(session, pin!(wait_while_alive(&engine, probe_interval, silence, response))).await

@@ -182,8 +182,10 @@ impl ExchangeDriver {
 
     /// The time that is left for the response.
     pub(super) fn time_left(&self) -> TimeLeft {
-        let admission = self.selection.admission.as_ref();
-        admission.map_or_else(TimeLeft::default, |admission| admission.response.left(Instant::now()))
+        // Most requests have no deadline, and need no time.
+        let response = self.selection.admission.as_ref().map(|admission| &admission.response);
+        let limited = response.filter(|response| response.first().is_some());
+        limited.map_or_else(TimeLeft::default, |response| response.left(Instant::now()))
     }
 
     fn admission(&self) -> AdmissionRequest {

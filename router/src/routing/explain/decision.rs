@@ -16,11 +16,13 @@ pub(crate) struct Decision {
     pub engines: Arc<[Arc<str>]>,
     pub policy: &'static str,
     /// Engines that could be chosen: the chosen one, one with the least load, and in a large pool only a few others.
-    pub considered: Vec<ConsideredEngine>,
+    pub considered: Vec<Candidate>,
+    /// The policy's score of each, in the same order; a higher value is better.
+    pub scores: Vec<f64>,
     /// Number of further engines that could be chosen.
     pub more: usize,
     /// Engines that could not be chosen, and why; not all of a large pool.
-    pub removed: Vec<ExcludedEngine>,
+    pub removed: Vec<(usize, Eligibility)>,
     /// Number of further engines that could not be chosen.
     pub more_removed: usize,
     pub result: Result<(usize, ChoiceReason), Unavailable>,
@@ -28,19 +30,6 @@ pub(crate) struct Decision {
     pub cached: CachedPrefix,
     pub chunks: usize,
     pub blocks: usize,
-}
-
-/// An engine that could be chosen.
-pub(crate) struct ConsideredEngine {
-    pub candidate: Candidate,
-    /// The policy's score; a higher value is better.
-    pub score: f64,
-}
-
-/// An engine that could not be chosen.
-pub(crate) struct ExcludedEngine {
-    pub index: usize,
-    pub eligibility: Eligibility,
 }
 
 impl Eligibility {
@@ -66,18 +55,17 @@ impl Decision {
         // Most decisions are never read, so the candidates are sorted here: the chosen one, then those with the fewest
         // requests.
         let chosen = self.result.ok().map(|(index, _)| index);
-        let mut considered: Vec<_> = self.considered.iter().collect();
-        considered
-            .sort_by_key(|c| (Some(c.candidate.index) != chosen, c.candidate.requests, c.candidate.index));
+        let mut considered: Vec<_> = self.considered.iter().zip(&self.scores).collect();
+        considered.sort_by_key(|(c, _)| (Some(c.index) != chosen, c.requests, c.index));
         let considered: Vec<_> = considered
             .into_iter()
-            .map(|ConsideredEngine { candidate: c, score }| {
+            .map(|(c, score)| {
                 json!({"engine": self.name(c.index), "requests": c.requests, "tokens": c.tokens, "weight": c.weight,
                     "score": score})
             })
             .collect();
         let removed =
-            |r: &ExcludedEngine| json!({"engine": self.name(r.index), "why": r.eligibility.label()});
+            |(index, why): &(usize, Eligibility)| json!({"engine": self.name(*index), "why": why.label()});
         let removed: Vec<_> = self.removed.iter().map(removed).collect();
         let (chosen, reason) = match &self.result {
             Ok((index, reason)) => (Some(self.name(*index)), reason.label()),

@@ -9,7 +9,7 @@ use super::{NAMED_MAX, Pool};
 use crate::admission::Unavailable;
 use crate::engines::caches::CachedPrefix;
 use crate::message::features::RoutingFeatures;
-use crate::routing::explain::{ConsideredEngine, Decision, ExcludedEngine};
+use crate::routing::explain::Decision;
 use crate::routing::policy::{Candidate, Candidates, Choice};
 
 /// Members that are searched for those with fewer matching labels.
@@ -86,20 +86,19 @@ impl Pool {
         if named.len() > NAMED_MAX {
             named.select_nth_unstable_by_key(NAMED_MAX, |c| (Some(c.index) != chosen, c.requests, c.index));
             named.truncate(NAMED_MAX);
+            // A decision is kept for a while.
+            named.shrink_to_fit();
         }
         let more = candidates.saturating_sub(named.len());
         let scores = self.policy.scores(features, &named);
-        let scored = named.into_iter().zip(scores);
         Decision {
             engines: Arc::clone(&self.names),
             policy: self.policy_name,
             more,
             more_removed: (self.members.len() - candidates).saturating_sub(others.len()),
-            considered: scored.map(|(candidate, score)| ConsideredEngine { candidate, score }).collect(),
-            removed: others
-                .into_iter()
-                .map(|(index, eligibility)| ExcludedEngine { index, eligibility })
-                .collect(),
+            considered: named,
+            scores,
+            removed: others,
             result: choice.map(|choice| (choice.index, choice.reason)),
             cached,
             chunks: features.prefix.len(),

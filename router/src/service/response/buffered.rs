@@ -47,7 +47,8 @@ impl ResponsePump<'_> {
             if buffered.len() > BUFFERED_BYTES_MAX
                 || self.driver.reserve_response_memory(&mut reservation, capacity).is_err()
             {
-                return self.relay_unbuffered(head, buffered, reservation).await;
+                // Boxed: few responses are so large, so this should not enlarge every one.
+                return Box::pin(self.relay_unbuffered(head, buffered, reservation)).await;
             }
         }
         let scanner = JsonScanner::of(&buffered);

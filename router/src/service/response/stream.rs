@@ -46,8 +46,10 @@ impl IdleTimer {
         Self { bound: timeouts.silence, since: Instant::now(), deadline: until, timer: None }
     }
 
-    pub(super) fn received(&mut self) {
+    /// Returns the time, which is read once per event.
+    pub(super) fn received(&mut self) -> Instant {
         self.since = Instant::now();
+        self.since
     }
 
     fn is_past_deadline(&self) -> bool {
@@ -344,7 +346,7 @@ impl ResponsePump<'_> {
     }
 
     fn received(&mut self, chunk: Option<Result<Bytes, CallError>>) -> Result<Option<Bytes>, StreamError> {
-        self.idle.received();
+        let now = self.idle.received();
         let chunk = match (chunk.transpose(), &self.reply) {
             (Ok(chunk), _) => chunk,
             (Err(CallError::Undecodable(error)), Some(reply)) => {
@@ -358,7 +360,7 @@ impl ResponsePump<'_> {
             self.driver.apply(Event::FirstChunk(self.attempt));
         }
         if chunk.is_some() {
-            self.driver.record_piece();
+            self.driver.record_piece(now.into_std());
         }
         Ok(chunk)
     }
@@ -375,7 +377,7 @@ impl ResponsePump<'_> {
     pub(super) async fn write(&mut self, bytes: Bytes, piece: BodyPiece) -> Result<(), RequestError> {
         match self.session.send(&bytes, piece).await {
             // The time spent waiting for the client does not count as the engine's silence.
-            Ok(true) => self.idle.received(),
+            Ok(true) => _ = self.idle.received(),
             Ok(false) => {}
             Err(ClientGone) => return Err(self.driver.cancel()),
         }

@@ -52,6 +52,7 @@ impl IdleConnections {
         &self,
         idle_timeout: Duration,
         purpose: Purpose,
+        now: Instant,
     ) -> Option<Connection> {
         loop {
             let mut open = self.lock();
@@ -60,7 +61,7 @@ impl IdleConnections {
             }
             let mut idle = open.idle.pop()?;
             drop(open);
-            if idle.idle_for() < idle_timeout && idle.is_ready() {
+            if idle.idle_for(now) < idle_timeout && idle.is_ready() {
                 return Some(idle);
             }
         }
@@ -95,8 +96,8 @@ impl IdleConnections {
 
     /// Closes those that were idle for too long.
     pub(in crate::engines::http) fn close_old(&self, idle_timeout: Duration) {
-        let mut open = self.lock();
-        open.idle.retain(|idle| idle.idle_for() < idle_timeout);
+        let (mut open, now) = (self.lock(), Instant::now());
+        open.idle.retain(|idle| idle.idle_for(now) < idle_timeout);
         for shared in open.shared.iter_mut().flat_map(|shared| shared.iter_mut()) {
             let since = (!shared.connection.has_streams()).then(Instant::now);
             shared.idle_since = shared.idle_since.and(since).and(shared.idle_since).or(since);

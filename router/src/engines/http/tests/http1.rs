@@ -81,6 +81,27 @@ async fn a_request_arrives_whole_and_in_order() {
 }
 
 #[tokio::test]
+async fn a_request_arrives_whole_however_little_the_socket_takes_at_once() {
+    for room in [1, 5, 17, 18, 19, 20, 64] {
+        let (near, mut far) = duplex(room);
+        let mut connection = Http1::new(near);
+        for _ in 0..2 {
+            let body = [Bytes::from_static(b"ab"), Bytes::new(), Bytes::from_static(b"c")];
+            connection.begin(b"POST / HTTP/1.1\r\n\r\n".to_vec(), &body);
+            let reply = async {
+                let mut seen = [0; 22];
+                far.read_exact(&mut seen).await.expect("it was sent");
+                assert_eq!(&seen, b"POST / HTTP/1.1\r\n\r\nabc", "{room}");
+                far.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").await.expect("it is read");
+            };
+            let (head, ()) = tokio::join!(poll_fn(|context| connection.poll_head(context)), reply);
+            assert_eq!(head.expect("a head").status, 200);
+            assert!(connection.is_ready() && connection.head.is_empty(), "nothing is kept of a sent head");
+        }
+    }
+}
+
+#[tokio::test]
 async fn a_response_ends_as_framed() {
     for (bytes, status, body, again) in [
         (&b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"[..], 200, &b"ok"[..], true),
