@@ -220,21 +220,26 @@ pub(crate) enum DtypeArg {
     Float32,
     /// Rounds inputs of matrix products to bf16: less precise, and many times faster with AMX
     Bfloat16,
+    /// On the CPU: rounds inputs of products to 8-bit integers, for matrices of integers of at most 8 bits
+    Int8,
 }
 
 impl From<DtypeArg> for KvDtype {
     fn from(dtype: DtypeArg) -> Self {
         match dtype {
-            DtypeArg::Float32 => Self::F32,
+            // A device refuses int8, which keeps its cache in f32.
+            DtypeArg::Float32 | DtypeArg::Int8 => Self::F32,
             DtypeArg::Bfloat16 => Self::Bf16,
         }
     }
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum QuantizeArg {
-    /// 8-bit integers with one scale per 64 weights of a row
+    /// 8-bit integers with one scale per 32 weights of a row, per 64 with --dtype float32
     Int8,
+    /// 4-bit integers with one scale and zero point per 32 weights of a row
+    Int4,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -331,13 +336,13 @@ pub(crate) struct EngineArgs {
     /// Blocks of the KV pool; overrides --kv-cache-mib and --gpu-memory-utilization
     #[arg(long, value_name = "N")]
     pub(crate) kv_blocks: Option<usize>,
-    /// Element type of computation [default: float32 on the CPU, the KV cache's type on a GPU]
+    /// Element type of computation [default: float32; int8 for GGUF integers and --quantize; on a GPU the cache's]
     #[arg(long, value_name = "TYPE", value_enum)]
     pub(crate) dtype: Option<DtypeArg>,
     /// Element type of the KV cache, on a GPU of everything [default: f32 on the CPU, bf16 on a GPU]
     #[arg(long, value_name = "TYPE", value_enum)]
     pub(crate) kv_cache_dtype: Option<KvDtypeArg>,
-    /// Quantize weight matrices when they are loaded [default: keep them as stored]
+    /// Quantize weight matrices that are not integers yet when they are loaded [default: keep them as stored]
     #[arg(long, value_name = "TYPE", value_enum)]
     pub(crate) quantize: Option<QuantizeArg>,
     /// Hidden states that are the embedding of a text

@@ -61,7 +61,7 @@ fn say(line: &str) {
 
 fn options(args: EngineArgs) -> Result<EngineOptions, Failure> {
     let model = args.model.as_deref().map_or_else(|| Ok(builtin::model()), checkpoint)?;
-    let element_types = (kv_dtype(&args)?, weights(&args)?);
+    let element_types = (kv_dtype(&args)?, weights(&args, &model)?);
     let mut options = EngineOptions::new(model);
     options.served = ServedNames { model: args.served_model_name, adapters: args.lora };
     options.output =
@@ -166,14 +166,24 @@ fn kv_dtype(args: &EngineArgs) -> Result<KvDtype, Failure> {
     }
 }
 
-fn weights(args: &EngineArgs) -> Result<WeightMode, Failure> {
-    let rounds = args.device == DeviceChoice::Cpu && args.dtype == Some(DtypeArg::Bfloat16);
-    match (rounds, args.quantize) {
-        (false, None) => Ok(WeightMode::Stored),
-        (true, None) => Ok(WeightMode::Bf16),
-        (false, Some(QuantizeArg::Int8)) => Ok(WeightMode::Int8),
-        (true, Some(QuantizeArg::Int8)) => {
-            Err("--dtype bfloat16 conflicts with --quantize: int8 weights are multiplied in float32".into())
+/// How matrices are stored and multiplied. Integers of a GGUF file are multiplied as integers if nothing else is asked
+/// for, as in llama.cpp: that takes the memory of the file.
+fn weights(args: &EngineArgs, model: &ModelFiles) -> Result<WeightMode, Failure> {
+    let on_cpu = args.device == DeviceChoice::Cpu;
+    match (args.dtype, args.quantize) {
+        (None, None) if on_cpu && model.has_gguf_integers() => Ok(WeightMode::Integers),
+        (Some(DtypeArg::Bfloat16), None) if on_cpu => Ok(WeightMode::Bf16),
+        (None | Some(DtypeArg::Float32 | DtypeArg::Bfloat16), None) => Ok(WeightMode::Stored),
+        (Some(DtypeArg::Int8), None) => Ok(WeightMode::Integers),
+        (None | Some(DtypeArg::Int8), Some(QuantizeArg::Int8)) => Ok(WeightMode::Integers8),
+        (None | Some(DtypeArg::Int8), Some(QuantizeArg::Int4)) => Ok(WeightMode::Integers4),
+        (Some(DtypeArg::Float32), Some(QuantizeArg::Int8)) => Ok(WeightMode::Int8),
+        (Some(DtypeArg::Float32), Some(QuantizeArg::Int4)) => {
+            Err("--dtype float32 conflicts with --quantize int4: 4-bit weights are multiplied in int8".into())
+        }
+        (Some(DtypeArg::Bfloat16), Some(_)) => {
+            Err("--dtype bfloat16 conflicts with --quantize: its weights are multiplied in int8 or float32"
+                .into())
         }
     }
 }

@@ -26,6 +26,9 @@ fn file(folder: &Path, name: &str, text: &str) -> String {
 fn an_engine_refuses_element_types_that_do_not_go_together() {
     let (sound, _, printed) = out(&baton(&["engine", "--dtype", "bfloat16", "--quantize", "int8"]));
     assert!(!sound && printed.contains("--dtype bfloat16 conflicts with --quantize"), "{printed}");
+    let four = ["engine", "--dtype", "float32", "--quantize", "int4"];
+    let (sound, _, printed) = out(&baton(&four));
+    assert!(!sound && printed.contains("--dtype float32 conflicts with --quantize int4"), "{printed}");
     let mixed = ["engine", "--device", "cuda:0", "--dtype", "bfloat16", "--kv-cache-dtype", "f32"];
     let (sound, _, printed) = out(&baton(&mixed));
     assert!(!sound && printed.contains("--dtype and --kv-cache-dtype must be equal"), "{printed}");
@@ -53,6 +56,13 @@ fn an_engine_serves_a_gguf_file_and_refuses_others_by_name() {
         ["engine", "--listen", "127.0.0.1:0", "--kv-cache-mib", "64", "--until-stdin-ends", "--model"];
     let (sound, said, printed) = out(&baton(&[&served[..], &[model.to_str().unwrap()]].concat()));
     assert!(sound && said.contains("ready") && said.contains("model=model"), "{said}{printed}");
+
+    // Integers are multiplied as integers by default, exactly on demand, and floats are rounded on demand.
+    let model = model.to_str().unwrap();
+    for more in [&["--dtype", "float32"][..], &["--quantize", "int4"], &["--dtype", "int8"]] {
+        let (sound, said, printed) = out(&baton(&[&served[..], &[model], more].concat()));
+        assert!(sound && said.contains("ready"), "{more:?}: {said}{printed}");
+    }
 
     let folder = tempfile::tempdir().unwrap();
     let config = r#"{"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "hqq"}}"#;

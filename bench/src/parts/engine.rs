@@ -278,7 +278,12 @@ pub fn measure(options: &EngineBench) -> Result<EngineReport, EngineBenchError> 
     let f32_peak = report.peak_gflops.as_ref().map_or(gemm, |peak| peak.best * 1e9);
     let bf16_peak = report.bf16_peak_gflops.as_ref().map_or(f32_peak, |peak| peak.best * 1e9);
     for row in &mut report.engines {
-        let peak = if row.products == "f32" { f32_peak } else { bf16_peak };
+        let peak = match row.products {
+            "f32" => f32_peak,
+            // A vector of 8-bit integers has four times as many as one of f32.
+            "int8" => 4.0 * f32_peak,
+            _ => bf16_peak,
+        };
         row.compare(&config, peak, gemm);
     }
     drop((subjects, machine));
@@ -348,9 +353,11 @@ fn subjects(
     let bf16 = exact.sibling(&with(KvDtype::Bf16, WeightMode::Stored))?;
     let int8 = load(KvDtype::F32, WeightMode::Int8)?;
     let int8_f16 = int8.sibling(&with(KvDtype::F16, WeightMode::Int8))?;
+    let integers = load(KvDtype::F32, WeightMode::Integers8)?;
+    let four_bits = load(KvDtype::F32, WeightMode::Integers4)?;
     let products = load(KvDtype::F32, WeightMode::Bf16)?;
     let products_bf16 = products.sibling(&with(KvDtype::Bf16, WeightMode::Bf16))?;
-    let mut all = vec![exact, f16, bf16, products, products_bf16, int8, int8_f16];
+    let mut all = vec![exact, f16, bf16, products, products_bf16, int8, int8_f16, integers, four_bits];
     if weights_name(&all[0], config) != "f32" {
         all.push(load(KvDtype::F32, WeightMode::F32)?);
     }
@@ -361,6 +368,7 @@ fn subjects(
 fn weights_name(executor: &CpuExecutor, config: &ModelConfig) -> &'static str {
     let bytes = executor.streamed_bytes() as f64 / matrix_weights(config, 1.0);
     match bytes {
+        bytes if bytes < 0.9 => "int4",
         bytes if bytes < 1.9 => "int8",
         bytes if bytes < 3.8 => "bf16",
         _ => "f32",
@@ -372,7 +380,10 @@ impl EngineSpeeds {
         let layout = executor.layout();
         Self {
             weights: weights_name(executor, config),
-            products: executor.bf16_unit().map_or("f32", Bf16Unit::name),
+            products: match executor.multiplies_integers() {
+                true => "int8",
+                false => executor.bf16_unit().map_or("f32", Bf16Unit::name),
+            },
             kv_cache: match layout.dtype {
                 KvDtype::F32 => "f32",
                 KvDtype::F16 => "f16",

@@ -82,6 +82,7 @@ pub const CASES: &[ParityCase] = &[
     ParityCase { cpu_only: false, run: logits::bfloat16 },
     ParityCase { cpu_only: true, run: coarse::caches },
     ParityCase { cpu_only: true, run: coarse::int8 },
+    ParityCase { cpu_only: true, run: coarse::integers },
     ParityCase { cpu_only: true, run: coarse::bfloat16 },
     ParityCase { cpu_only: false, run: text::text },
     ParityCase { cpu_only: false, run: text::sampling },

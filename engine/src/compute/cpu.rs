@@ -1,4 +1,5 @@
-//! The CPU executor: f32 arithmetic on bf16 or f32 weights, exact in the sense of the trait, or products in bf16.
+//! The CPU executor: f32 arithmetic on bf16 or f32 weights, exact in the sense of the trait, or products in bf16 or
+//! in integers.
 //!
 //! ```text
 //!   isa     instruction sets              thread_pool  threads that compute one step together
@@ -193,6 +194,12 @@ impl CpuExecutor {
     #[must_use]
     pub fn isa(&self) -> Isa {
         self.isa
+    }
+
+    /// Whether matrices of integers are multiplied as integers.
+    #[must_use]
+    pub fn multiplies_integers(&self) -> bool {
+        self.network.integers
     }
 
     /// The unit that multiplies, if that is bf16.

@@ -55,6 +55,18 @@ impl ModelFiles {
         }
     }
 
+    /// Whether this is a GGUF file with matrices of integers that can be multiplied as such. False for files that
+    /// cannot be read, which opening them refuses.
+    #[must_use]
+    pub fn has_gguf_integers(&self) -> bool {
+        match self {
+            Self::Gguf(files) => files.entries().is_ok_and(|entries| {
+                entries.iter().any(|entry| entry.shape.len() == 2 && entry.kind.integer_form().is_some())
+            }),
+            Self::Dir(_) | Self::BuiltIn { .. } => false,
+        }
+    }
+
     /// The model's default served name: the folder's name, or the GGUF file's without extension and shard number.
     #[must_use]
     pub fn default_name(&self) -> String {

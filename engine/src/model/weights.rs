@@ -19,6 +19,7 @@ pub use self::tensor::{Tensor, WeightDtype};
 use super::config::{CONFIG_FILE, ModelConfig};
 use super::gguf::{self, GgufChange, GgufFiles};
 use super::quantized::ggml::GgmlType;
+pub(crate) use super::quantized::groups::{GROUP, IntegerForm, IntegerGroup, IntegerKind};
 use super::quantized::{QuantScheme, QuantizedMatrix};
 use super::{FileBytes, ModelError, ModelFiles};
 

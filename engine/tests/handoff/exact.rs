@@ -8,7 +8,8 @@
 //!
 //! Three families in f32 (the Qwen 2 with its bf16 weights widened). Four with windows, ropes per layer, experts and
 //! attention sinks, with bf16 or MXFP4 weights that the engine widens. Six GGUF models, of which five are of further
-//! families. Four formats of quantized matrices. And two models with LoRA adapters, beside other requests without.
+//! families. Four formats of quantized matrices. Five models whose products are computed in integers. And two models
+//! with LoRA adapters, beside other requests without.
 //! `cargo test -p baton-engine --test handoff exact -- --nocapture` prints the table with the number of compared
 //! blocks.
 //!
@@ -20,6 +21,7 @@ use std::fs;
 
 use baton_connector::BlockId;
 use baton_engine::blocks::hash::BlockHash;
+use baton_engine::compute::cpu::WeightMode;
 use baton_engine::offload::record::{HEADER_BYTES, TierIdentity, header};
 use baton_engine::run::options::Role;
 
@@ -118,6 +120,19 @@ fn further_families_in_gguf_are_the_same_on_every_path() {
 fn quantized_matrices_are_the_same_on_every_path() {
     for format in Format::ALL {
         every_path(&format!("{format:?}"), format.checkpoint());
+    }
+}
+
+#[test]
+fn products_with_integers_are_the_same_on_every_path() {
+    for (family, model, weights) in [
+        ("llama in GGUF", LLAMA_GGUF, WeightMode::Integers),
+        ("qwen3 with experts in GGUF", QWEN3_MOE_GGUF, WeightMode::Integers),
+        ("AWQ", Format::Awq.checkpoint(), WeightMode::Integers),
+        ("qwen3 in int8", QWEN3, WeightMode::Integers8),
+        ("gemma3 in int4", GEMMA3, WeightMode::Integers4),
+    ] {
+        every_path_of(&format!("{family}, integers"), &Plain::in_mode(model, weights));
     }
 }
 

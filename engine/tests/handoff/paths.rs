@@ -8,6 +8,7 @@ use std::thread;
 
 use baton_connector::fetch::LoadFailurePolicy;
 use baton_engine::blocks::hash::BlockHash;
+use baton_engine::compute::cpu::WeightMode;
 use baton_engine::handoff::transport::KvTransport;
 use baton_engine::model::config::ModelConfig;
 use baton_engine::offload::record::HEADER_BYTES;
@@ -54,6 +55,7 @@ impl ReferenceRequest {
 /// The plain run: one engine, one request at a time, each prompt in one step, nothing cached, no tier.
 pub(crate) struct Plain {
     model: String,
+    weights: WeightMode,
     /// The adapter of all requests, and its digest.
     adapter: Option<(&'static str, [u8; 32])>,
     pub(crate) asks: Vec<ReferenceRequest>,
@@ -63,16 +65,22 @@ pub(crate) struct Plain {
 
 impl Plain {
     pub(crate) fn of(model: &str) -> Self {
-        Self::with(model, None)
+        Self::with(model, WeightMode::Stored, None)
+    }
+
+    /// As [`Self::of`], with matrices stored and multiplied in another way.
+    pub(crate) fn in_mode(model: &str, weights: WeightMode) -> Self {
+        Self::with(model, weights, None)
     }
 
     /// As [`Self::of`], with an adapter in `fixtures/lora`.
     pub(crate) fn adapted(model: &str, adapter: &'static str) -> Self {
-        Self::with(model, Some((adapter, adapters::digest(model, adapter))))
+        Self::with(model, WeightMode::Stored, Some((adapter, adapters::digest(model, adapter))))
     }
 
-    fn with(model: &str, adapter: Option<(&'static str, [u8; 32])>) -> Self {
-        let mut plain = Self { model: model.to_owned(), adapter, asks: Vec::new(), truth: BTreeMap::new() };
+    fn with(model: &str, weights: WeightMode, adapter: Option<(&'static str, [u8; 32])>) -> Self {
+        let (model, asks, truth) = (model.to_owned(), Vec::new(), BTreeMap::new());
+        let mut plain = Self { model, weights, adapter, asks, truth };
         let node = plain.node(Role::Both, |options| options.max_num_batched_tokens = 512);
         let drawn = json!({
             "prompt": plain.prompt(3, 41), "max_tokens": ANSWER, "temperature": 0.9, "top_p": 0.95, "seed": 7,
@@ -114,6 +122,7 @@ impl Plain {
     pub(crate) fn node(&self, role: Role, change: impl FnOnce(&mut EngineOptions)) -> Node {
         let mut options = options(&self.model, role);
         options.kv_load_failure_policy = LoadFailurePolicy::Fail;
+        options.weights = self.weights;
         if let Some((name, _)) = self.adapter {
             adapters::serve(&mut options, &[("adapter", name)]);
         }

@@ -134,11 +134,12 @@ fn the_disk_tier_survives_a_restart() {
     second.is_clean();
     second.stop();
     // Another model finds none of the blocks. Neither does the same model with other elements or rounded weights.
-    let others: [(&str, KvDtype, WeightMode); 4] = [
+    let others: [(&str, KvDtype, WeightMode); 5] = [
         (QWEN2, KvDtype::F32, WeightMode::Stored),
         (LLAMA, KvDtype::F16, WeightMode::Stored),
         (LLAMA, KvDtype::F32, WeightMode::Int8),
         (LLAMA, KvDtype::F32, WeightMode::Bf16),
+        (LLAMA, KvDtype::F32, WeightMode::Integers8),
     ];
     for (model, dtype, weights) in others {
         let other = node(model, |options| {

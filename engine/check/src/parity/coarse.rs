@@ -54,6 +54,20 @@ impl DistanceBounds {
         let noise = &subject.golden.noise;
         Self { logit: f64::INFINITY, divergence: 10.0 * noise.divergence, chosen: 4.0 * noise.logit }
     }
+
+    /// Bounds for products with integers: activations are rounded about as much as the weights of int8, so twice its
+    /// divergence, and its difference times the root of two.
+    fn of_integers(subject: &ParityModel) -> Self {
+        let Self { logit, divergence, chosen } = Self::of_int8(subject);
+        Self { logit, divergence: 2.0 * divergence, chosen: std::f64::consts::SQRT_2 * chosen }
+    }
+}
+
+/// Matrices of integers, and activations rounded to 8 bits.
+pub(super) fn integers(subject: &ParityModel) -> Result<Vec<CheckLine>, ParityError> {
+    let change = |options: &mut CpuOptions| options.weights = WeightMode::Integers8;
+    let bounds = DistanceBounds::of_integers(subject);
+    RoundedRun::measure(subject, change)?.lines(subject, "products with integers", bounds, change)
 }
 
 /// Keys and values in f16 and bf16.

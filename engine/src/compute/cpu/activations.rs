@@ -1,7 +1,7 @@
 //! The buffers between the phases of a step.
 
 use super::arena::AlignedBuffer;
-use super::bf16::{Bf16Unit, PackedBuffer, ProductInputs, ROW_STEP};
+use super::bf16::{Bf16Unit, IntegerBuffer, PackedBuffer, ProductInputs, ROW_STEP};
 use super::kernel::PANEL;
 use super::network::CpuNetwork;
 use super::routing::{Routes, RoutingSizes};
@@ -27,12 +27,49 @@ pub(super) struct CpuActivations {
     adapted: RowBuffer,
 }
 
-/// Packed inputs of products, if the unit of bfloat16 mode needs them.
+/// Packed inputs of products, if the unit of bfloat16 mode or products with integers need them.
 #[derive(Debug, Default)]
 struct PackedActivations {
-    normed: PackedBuffer,
-    attended: PackedBuffer,
-    gate: PackedBuffer,
+    normed: PackedInputs,
+    attended: PackedInputs,
+    gate: PackedInputs,
+}
+
+/// The packed rows of one buffer. Both stay empty if they are not used.
+#[derive(Debug, Default)]
+struct PackedInputs {
+    bf16: PackedBuffer,
+    integers: IntegerBuffer,
+}
+
+/// Which inputs of products are packed.
+#[derive(Clone, Copy, Debug)]
+enum Packing {
+    None,
+    Bf16,
+    Integers,
+}
+
+impl Packing {
+    fn of(network: &CpuNetwork) -> Self {
+        if network.bf16.is_some_and(Bf16Unit::packs) {
+            Self::Bf16
+        } else if network.integers {
+            Self::Integers
+        } else {
+            Self::None
+        }
+    }
+}
+
+impl PackedInputs {
+    fn fit(&mut self, packing: Packing, rows: usize, width: usize) {
+        match packing {
+            Packing::None => {}
+            Packing::Bf16 => self.bf16.fit(rows, width),
+            Packing::Integers => self.integers.fit(rows, width),
+        }
+    }
 }
 
 /// Buffers of layers with experts. They stay empty without them.
@@ -44,8 +81,8 @@ struct ExpertActivations {
     inputs: RowBuffer,
     gate: RowBuffer,
     up: RowBuffer,
-    packed_inputs: PackedBuffer,
-    packed_gate: PackedBuffer,
+    packed_inputs: PackedInputs,
+    packed_gate: PackedInputs,
     numbers: AlignedBuffer<u32>,
     weights: AlignedBuffer<f32>,
 }
@@ -113,8 +150,8 @@ impl Default for ExpertActivations {
             inputs: RowBuffer::default(),
             gate: RowBuffer::default(),
             up: RowBuffer::default(),
-            packed_inputs: PackedBuffer::default(),
-            packed_gate: PackedBuffer::default(),
+            packed_inputs: PackedInputs::default(),
+            packed_gate: PackedInputs::default(),
             numbers: AlignedBuffer::zeroed(0),
             weights: AlignedBuffer::zeroed(0),
         }
@@ -122,8 +159,11 @@ impl Default for ExpertActivations {
 }
 
 impl ExpertActivations {
-    fn fit(&mut self, experts: &ExpertConfig, hidden: usize, rows: usize, packs: bool) {
-        let align = if packs { ROW_STEP } else { 1 };
+    fn fit(&mut self, experts: &ExpertConfig, hidden: usize, rows: usize, packing: Packing) {
+        let align = match packing {
+            Packing::Bf16 => ROW_STEP,
+            Packing::None | Packing::Integers => 1,
+        };
         let &ExpertConfig { per_token, count, intermediate, .. } = experts;
         self.sizes = RoutingSizes { rows, per_token, experts: count, align };
         let places = self.sizes.places();
@@ -131,10 +171,8 @@ impl ExpertActivations {
         self.inputs.fit(places, hidden);
         self.gate.fit(places, intermediate);
         self.up.fit(places, intermediate);
-        if packs {
-            self.packed_inputs.fit(places, hidden);
-            self.packed_gate.fit(places, intermediate);
-        }
+        self.packed_inputs.fit(packing, places, hidden);
+        self.packed_gate.fit(packing, places, intermediate);
         if self.numbers.len() < self.sizes.numbers() {
             self.numbers = AlignedBuffer::zeroed(self.sizes.numbers());
             self.weights = AlignedBuffer::zeroed(self.sizes.pairs());
@@ -156,20 +194,22 @@ impl ExpertActivations {
     }
 }
 
-/// The rows of a buffer as inputs of products, with the packed ones for `unit`.
-fn inputs(buffer: &mut RowBuffer, packed: &mut PackedBuffer, unit: Option<Bf16Unit>) -> ProductInputs {
-    ProductInputs { wide: buffer.share(), bf16: unit.map(|unit| (unit, packed.share())) }
+/// The rows of a buffer as inputs of products, with the packed ones for `unit` or for integers.
+fn inputs(buffer: &mut RowBuffer, packed: &mut PackedInputs, unit: Option<Bf16Unit>) -> ProductInputs {
+    ProductInputs {
+        wide: buffer.share(),
+        bf16: unit.map(|unit| (unit, packed.bf16.share())),
+        integers: packed.integers.share(),
+    }
 }
 
 impl CpuActivations {
     pub(super) fn fit(&mut self, network: &CpuNetwork, rows: usize) {
         let config = &network.config;
-        let packs = network.bf16.is_some_and(Bf16Unit::packs);
-        if packs {
-            self.packed.normed.fit(rows, config.hidden);
-            self.packed.attended.fit(rows, config.query_width());
-            self.packed.gate.fit(rows, config.intermediate);
-        }
+        let packing = Packing::of(network);
+        self.packed.normed.fit(packing, rows, config.hidden);
+        self.packed.attended.fit(packing, rows, config.query_width());
+        self.packed.gate.fit(packing, rows, config.intermediate);
         self.hidden.fit(rows, config.hidden);
         self.normed.fit(rows, config.hidden);
         self.qkv.fit(rows, config.query_width() + 2 * config.kv_width());
@@ -179,7 +219,7 @@ impl CpuActivations {
         self.up.fit(rows, config.intermediate);
         self.angles.fit(rows, config.attention.rotary_dim * network.ropes.len());
         if let Some(experts) = &config.mlp.experts {
-            self.experts.fit(experts, config.hidden, rows, packs);
+            self.experts.fit(experts, config.hidden, rows, packing);
         }
         let rank = network.adapters.iter().map(|adapter| adapter.rank).max();
         if let Some(rank) = rank {

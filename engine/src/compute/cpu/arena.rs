@@ -23,6 +23,7 @@ impl Zeroable for f32 {}
 impl Zeroable for u16 {}
 impl Zeroable for u32 {}
 impl Zeroable for i8 {}
+impl Zeroable for u8 {}
 
 /// A zero-initialized buffer of fixed size, aligned to a cache line or, if large, to a huge page.
 #[derive(Debug)]

@@ -26,9 +26,13 @@
 mod amx;
 #[cfg(target_arch = "x86_64")]
 mod dot;
+mod integer_rows;
 mod rounding;
 mod widened;
 
+pub(super) use self::integer_rows::{
+    BIAS, FIRST_BIAS, GROUP, GROUP_WORDS, IntegerBuffer, IntegerRows, SCALE, SUM,
+};
 pub(super) use self::rounding::{round, round_into, round_rows, to_words, words};
 use self::rounding::{round_chunks, round_in_place};
 use super::arena::AlignedBuffer;
@@ -165,13 +169,15 @@ pub(super) fn panel_position(unit: Bf16Unit, input: usize, column: usize) -> usi
 
 /// Inputs of a product.
 ///
-/// Activations are computed in f32. In bfloat16 mode the code that has computed a part of a row calls [`Self::finish`]
-/// on it.
+/// Activations are computed in f32. In bfloat16 mode and with integers, the code that has computed a part of a row calls
+/// [`Self::finish`] on it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ProductInputs {
     pub(super) wide: Rows,
     /// The unit, and the packed rows if the unit packs.
     pub(super) bf16: Option<(Bf16Unit, PackedRows)>,
+    /// The rows rounded to 8 bits, if products with integers are computed in integers.
+    pub(super) integers: Option<IntegerRows>,
 }
 
 /// Rows of bf16 in the layout of the module documentation.
@@ -195,7 +201,11 @@ impl ProductInputs {
                 base: SharedPtr(packed.base.at(row / TILE_ROWS * packed.tile)),
                 ..packed
             };
-            Self { wide, bf16: self.bf16.map(|(unit, rows)| (unit, packed(rows))) }
+            Self {
+                wide,
+                bf16: self.bf16.map(|(unit, rows)| (unit, packed(rows))),
+                integers: self.integers.map(|rows| rows.after(row)),
+            }
         }
     }
 
@@ -203,7 +213,12 @@ impl ProductInputs {
     ///
     /// # Safety
     /// Row and columns are inside the buffers, and no other code uses these values meanwhile; `isa` is of this machine.
+    /// For integers the values are whole groups, but for the last ones of a row.
     pub(super) unsafe fn finish(&self, isa: Isa, row: usize, column: usize, values: &mut [f32]) {
+        if let Some(integers) = self.integers {
+            // SAFETY: the caller's contract.
+            unsafe { integers.finish(isa, row, column, values) };
+        }
         let Some((unit, packed)) = self.bf16 else { return };
         if !unit.packs() {
             round_in_place(isa, values);

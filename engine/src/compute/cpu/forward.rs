@@ -24,7 +24,7 @@ use baton_connector::region::Region;
 use super::activations::{ActivationRows, CpuActivations};
 use super::arena::AlignedBuffer;
 use super::attention::{self, AttentionUnit, HeadCache, KvHalf, QueryShape, positions_per_unit};
-use super::bf16::ProductInputs;
+use super::bf16::{GROUP, ProductInputs};
 use super::isa::{Isa, request};
 use super::kernel::PANEL;
 use super::matrix::{Matrix, PanelSums, Product, SLICE_VALUES};
@@ -164,19 +164,6 @@ impl BatchPlan {
 
     pub(super) fn hidden_rows(&self) -> usize {
         self.hidden.len()
-    }
-}
-
-impl Rows {
-    /// Row `row` as a slice.
-    ///
-    /// # Safety
-    /// The row has `width` values. Until the slice is dropped, no other code uses the row (or writes it, if the slice
-    /// is only read).
-    #[allow(clippy::mut_from_ref, reason = "each row belongs to one worker, by index")]
-    unsafe fn row(&self, row: usize, width: usize) -> &mut [f32] {
-        // SAFETY: the caller's contract.
-        unsafe { std::slice::from_raw_parts_mut(self.base.at(row * self.stride), width) }
     }
 }
 
@@ -414,6 +401,8 @@ impl Step<'_> {
         let config = &self.network.config;
         let (dim, group) = (config.head_dim, config.heads / config.kv_heads);
         let sinks = self.network.layers[layer].sinks.as_deref();
+        // Whole groups of integers. Otherwise, whole rows are rounded in a phase of their own.
+        let by_heads = !self.network.integers || (group * dim).is_multiple_of(GROUP);
         let shape = QueryShape {
             isa: self.isa,
             group,
@@ -445,12 +434,21 @@ impl Step<'_> {
                     |i, g| offset(self.rows.qkv, i, g).cast_const(),
                     |i, g| offset(attended, i, g),
                 );
-                for i in 0..unit.count {
+                for i in (0..unit.count).filter(|_| by_heads) {
                     let heads = std::slice::from_raw_parts_mut(offset(attended, i, 0), group * dim);
                     self.rows.attended.finish(self.isa, first_row + i, column, heads);
                 }
             }
         });
+        if !by_heads {
+            worker.each(self.plan.rows.len(), |index| {
+                // SAFETY: the phase before is over, and each row is claimed by one worker.
+                unsafe {
+                    let attended = self.rows.attended.wide.row(index, config.query_width());
+                    self.rows.attended.finish(self.isa, index, 0, attended);
+                }
+            });
+        }
     }
 
     /// Adds a projection to the residual stream and norms the result for the next product.

@@ -3,7 +3,8 @@
 //! A matrix `[outputs][inputs]` of a checkpoint is packed once, when it is loaded, into panels
 //! `[outputs / 32][inputs][32]`. A product then reads memory strictly forward. bf16 weights stay bf16. Quantized
 //! weights become int8 with their scales between, four inputs at a time. Both are widened to f32 in the kernel, which
-//! is exact. In bfloat16 mode panels have the layout of `bf16`, whose units multiply them without widening.
+//! is exact. In bfloat16 mode panels have the layout of `bf16`, whose units multiply them without widening. Grouped
+//! integers have the layout of `integer`, and are multiplied as integers.
 //!
 //! A product is divided into items that workers claim. With few rows an item is one to eight panels, streamed from
 //! memory once. With many rows it is a group of panels by a block of rows. A slice of the group is widened into the
@@ -14,12 +15,14 @@
 )]
 
 mod blocks;
+mod integer;
 mod pack;
 mod widen;
 
 use std::ops::Range;
 
 pub(super) use self::blocks::PanelSums;
+use self::integer::IntegerPanels;
 use self::widen::widen;
 use super::arena::AlignedBuffer;
 use super::bf16::{self, Bf16Operands, Bf16Unit, ProductInputs};
@@ -29,6 +32,7 @@ use super::kernel::{
     multiply_beside, panels_at_once, rows_at_once,
 };
 use super::rows::{Rows, SharedPtr};
+use crate::model::weights::Tensor;
 
 /// Rows up to which panels are used as stored. For few rows, widening the panels first costs more than it saves.
 const FEW_ROWS: usize = 24;
@@ -48,6 +52,11 @@ const BF16_MIN_ROW_BLOCK: usize = 64;
 
 /// A slice begins a group of scales.
 const _: () = assert!(SLICE_DEPTH.is_multiple_of(PanelInt8::GROUP));
+/// The sums of an item of integers fit into a worker's scratch memory.
+const _: () = assert!(integer::BLOCK_ROWS * GROUP_PANELS * PANEL <= SLICE_VALUES);
+
+/// Tensors with their numbers of rows, in the order of the matrix's rows.
+type TensorParts<'a, 'b> = &'a [(Tensor<'b>, usize)];
 
 #[derive(Debug)]
 enum Panels {
@@ -55,6 +64,7 @@ enum Panels {
     Bf16(AlignedBuffer<u16>),
     Int8(AlignedBuffer<i8>),
     Pairs(AlignedBuffer<u16>, Bf16Unit),
+    Integers(IntegerPanels),
 }
 
 /// A packed weight matrix.
@@ -81,6 +91,15 @@ pub enum WeightMode {
     /// all values between products are f32. Norms, biases and an embedding that is not the output matrix stay as with
     /// [`Self::Stored`]. The result differs from exact mode; the invariance is the same.
     Bf16,
+    /// Matrices that a file has as integers of at most 8 bits keep them, with their scales. The inputs of their products
+    /// are rounded to 8 bits, with a scale for 32 of a row. Other matrices are as with [`Self::Stored`]. The result
+    /// differs from exact mode; the invariance is the same.
+    Integers,
+    /// As [`Self::Integers`], and other matrices are rounded to 8 bits with a scale for 32 weights: 9 bits per weight.
+    Integers8,
+    /// As [`Self::Integers`], and other matrices are rounded to 4 bits with a scale and a zero point for 32 weights:
+    /// 5.25 bits per weight.
+    Integers4,
 }
 
 impl WeightMode {
@@ -92,6 +111,18 @@ impl WeightMode {
             Self::Stored | Self::F32 => "",
             Self::Int8 => "+int8x64",
             Self::Bf16 => "+bf16",
+            Self::Integers => "+integers",
+            Self::Integers8 => "+integers8",
+            Self::Integers4 => "+integers4",
+        }
+    }
+
+    /// Whether products with integers are computed in integers.
+    #[must_use]
+    pub fn multiplies_integers(self) -> bool {
+        match self {
+            Self::Integers | Self::Integers8 | Self::Integers4 => true,
+            Self::Stored | Self::F32 | Self::Int8 | Self::Bf16 => false,
         }
     }
 }
@@ -108,6 +139,7 @@ impl Matrix {
             Panels::Bf16(values) => values.len() * 2,
             Panels::Int8(values) => values.len(),
             Panels::Pairs(values, _) => values.len() * 2,
+            Panels::Integers(values) => values.bytes(),
         }
     }
 
@@ -116,6 +148,7 @@ impl Matrix {
         let (panel, column) = (output / PANEL, output % PANEL);
         let bf16_position = 2 * (column % 16) + column / 16;
         match &self.panels {
+            Panels::Integers(values) => values.row(output, out),
             Panels::F32(values) => {
                 let panel = &values[panel * f32::panel_len(self.inputs)..];
                 for (row, out) in panel.chunks_exact(PANEL).zip(out.iter_mut().take(self.inputs)) {
@@ -147,6 +180,11 @@ impl Matrix {
                 }
             }
         }
+    }
+
+    /// Whether the matrix is multiplied in integers.
+    pub(super) fn has_integers(&self) -> bool {
+        matches!(self.panels, Panels::Integers(_))
     }
 
     fn panel_count(&self) -> usize {
@@ -206,12 +244,17 @@ impl<'a> Product<'a> {
         let panels = matrix.panel_count();
         let (few, least, most, step) = match matrix.panels {
             Panels::Pairs(..) => (bf16::ROW_STEP, BF16_MIN_ROW_BLOCK, blocks::BLOCK_ROWS, bf16::ROW_STEP),
-            _ => (FEW_ROWS, MIN_ROW_BLOCK, usize::MAX, MAX_ROWS),
+            Panels::Integers(_) => {
+                (integer::FEW_ROWS, integer::BLOCK_ROWS, integer::BLOCK_ROWS, integer::FEW_ROWS)
+            }
+            Panels::F32(_) | Panels::Bf16(_) | Panels::Int8(_) => {
+                (FEW_ROWS, MIN_ROW_BLOCK, usize::MAX, MAX_ROWS)
+            }
         };
         let at_once = match matrix.panels {
             // Their items have the same size for all numbers of rows: smaller ones were not faster.
-            Panels::Pairs(..) => usize::MAX,
-            _ => panels_at_once(isa, rows),
+            Panels::Pairs(..) | Panels::Integers(_) => usize::MAX,
+            Panels::F32(_) | Panels::Bf16(_) | Panels::Int8(_) => panels_at_once(isa, rows),
         };
         let (item_panels, item_rows) = if rows <= few {
             (panels_of_few_rows(panels, workers, rows, at_once), rows)
@@ -277,6 +320,29 @@ impl<'a> Product<'a> {
                     self.compute_blocks_into_output(isa, number, scratch);
                 } else {
                     self.few_pairs(isa, *unit, start, item);
+                }
+            }
+            Panels::Integers(panels) => self.integers(isa, panels, item, scratch),
+        }
+    }
+
+    /// An item of integers.
+    fn integers(&self, isa: Isa, panels: &IntegerPanels, item: ProductItem, scratch: &mut [f32]) {
+        let x = self.x.integers.expect("the inputs of products with integers are rounded");
+        let ProductItem { first_panel, first_row, rows, .. } = item;
+        let sums = &mut scratch[..rows * item.panels * PANEL];
+        let of_item = first_panel..first_panel + item.panels;
+        // SAFETY: panels and rows are inside the matrix and `x` by the contract of `plan`.
+        unsafe { panels.multiply(isa, of_item.clone(), x.at(first_row), rows, sums) };
+        for (panel, sums) in of_item.zip(sums.chunks_exact(rows * PANEL)) {
+            let column = panel * PANEL;
+            let columns = PANEL.min(self.writable - column);
+            for (row, sums) in sums.as_chunks::<PANEL>().0.iter().enumerate() {
+                // SAFETY: rows and columns are inside `out` by the contract of `plan`, and those of an item belong to
+                // it alone.
+                unsafe {
+                    let out = self.out.base.at((first_row + row) * self.out.stride + column);
+                    std::ptr::copy_nonoverlapping(sums.as_ptr(), out, columns);
                 }
             }
         }

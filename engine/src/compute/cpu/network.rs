@@ -28,6 +28,8 @@ pub(super) struct CpuNetwork {
     pub(super) ropes: Vec<RopeAngles>,
     /// The unit that multiplies in bfloat16 mode.
     pub(super) bf16: Option<Bf16Unit>,
+    /// Whether the inputs of products are rounded to 8 bits, for matrices of integers.
+    pub(super) integers: bool,
     /// Adapters, by their index in steps.
     pub(super) adapters: Arc<[LoraAdapter]>,
 }
@@ -92,6 +94,8 @@ impl CpuDense {
 enum Embedding {
     F32(AlignedBuffer<f32>),
     Bf16(AlignedBuffer<u16>),
+    /// Integers as they are stored.
+    Packed(Matrix),
 }
 
 impl CpuNetwork {
@@ -120,7 +124,11 @@ impl CpuNetwork {
             drop(embedding);
             (None, loader.whole_matrix(&name, vocab, hidden)?)
         } else {
-            let rows = loader.embedding(&embedding, vocab * hidden);
+            let rows = if mode.multiplies_integers() && embedding.integer_form(hidden).is_some() {
+                Embedding::Packed(loader.whole_matrix(&name, vocab, hidden)?)
+            } else {
+                loader.embedding(&embedding, vocab * hidden)
+            };
             drop(embedding);
             (Some(rows), loader.whole_matrix(&weight(names.head), vocab, hidden)?)
         };
@@ -140,6 +148,7 @@ impl CpuNetwork {
             ropes: ropes.into_iter().flatten().map(angles).collect(),
             config: config.clone(),
             bf16: (mode == WeightMode::Bf16).then_some(unit),
+            integers: mode.multiplies_integers(),
             adapters: Arc::default(),
         })
     }
@@ -149,6 +158,7 @@ impl CpuNetwork {
         let start = token as usize * self.config.hidden;
         match &self.embedding {
             None => self.head.row(token as usize, out),
+            Some(Embedding::Packed(matrix)) => matrix.row(token as usize, out),
             Some(Embedding::F32(values)) => out.copy_from_slice(&values[start..start + out.len()]),
             Some(Embedding::Bf16(values)) => {
                 for (out, bits) in out.iter_mut().zip(&values[start..]) {
@@ -232,13 +242,35 @@ impl CpuLoader<'_> {
             }
             None => None,
         };
+        let (gate, up) = self.gate_up(gate, up, hidden)?;
         Ok(CpuDense {
-            gate: self.matrix(std::slice::from_ref(gate), hidden)?,
-            up: self.matrix(std::slice::from_ref(up), hidden)?,
+            gate,
+            up,
             gate_up_bias,
             down: self.whole_matrix(&names.down, hidden, names.intermediate)?,
             down_bias: self.optional(names.down_bias.as_ref(), hidden)?,
         })
+    }
+
+    /// Two matrices whose products are divided alike: both of integers, or none.
+    fn gate_up(
+        &mut self,
+        gate: &TensorRows,
+        up: &TensorRows,
+        hidden: usize,
+    ) -> Result<(Matrix, Matrix), ModelError> {
+        let both = |loader: &mut Self| -> Result<(Matrix, Matrix), ModelError> {
+            let gate = loader.matrix(std::slice::from_ref(gate), hidden)?;
+            Ok((gate, loader.matrix(std::slice::from_ref(up), hidden)?))
+        };
+        let (gate, up) = both(self)?;
+        if gate.has_integers() == up.has_integers() {
+            return Ok((gate, up));
+        }
+        let mode = std::mem::replace(&mut self.mode, WeightMode::Stored);
+        let stored = both(self);
+        self.mode = mode;
+        stored
     }
 
     /// Experts whose projections share tensors.
@@ -290,7 +322,7 @@ impl CpuLoader<'_> {
     /// The matrix of a router. It is small and decides which experts compute a row, so it is not quantized.
     fn router(&mut self, name: &str, experts: usize, hidden: usize) -> Result<Matrix, ModelError> {
         let mode = self.mode;
-        if mode == WeightMode::Int8 {
+        if mode == WeightMode::Int8 || mode.multiplies_integers() {
             self.mode = WeightMode::Stored;
         }
         let router = self.whole_matrix(name, experts, hidden);

@@ -31,3 +31,16 @@ pub(super) struct Rows {
     pub(super) base: SharedPtr<f32>,
     pub(super) stride: usize,
 }
+
+impl Rows {
+    /// Row `row` as a slice.
+    ///
+    /// # Safety
+    /// The row has `width` values. Until the slice is dropped, no other code uses the row (or writes it, if the slice
+    /// is only read).
+    #[allow(clippy::mut_from_ref, reason = "each row belongs to one worker, by index")]
+    pub(super) unsafe fn row(&self, row: usize, width: usize) -> &mut [f32] {
+        // SAFETY: the caller's contract.
+        unsafe { std::slice::from_raw_parts_mut(self.base.at(row * self.stride), width) }
+    }
+}

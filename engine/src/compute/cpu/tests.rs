@@ -139,6 +139,10 @@ fn windows_caps_and_experts_change_no_bit_in_any_mode() {
         assert!(ranks == exact, "{family} in 2 ranks");
         let int8 = |options: &mut CpuOptions| options.weights = WeightMode::Int8;
         keeps_its_bits(&format!("{family}, int8"), &config, &prompt, int8);
+        for mode in [WeightMode::Integers8, WeightMode::Integers4] {
+            let change = |options: &mut CpuOptions| options.weights = mode;
+            keeps_its_bits(&format!("{family}, {mode:?}"), &config, &prompt, change);
+        }
         let mut before = None;
         for unit in Bf16Unit::available() {
             let change = |options: &mut CpuOptions| {
@@ -229,6 +233,25 @@ fn quantized_weights_are_exact_about_chunks_too() {
         let whole = keeps_its_bits(family, &config, &prompt, |options| options.weights = WeightMode::Int8);
         let far = furthest(&whole, &exact);
         assert!(far > 0.0 && far < 0.1, "{family}: int8 moves logits by {far}");
+    }
+}
+
+#[test]
+fn products_with_integers_are_exact_about_chunks_too() {
+    let prompt = tokens(4, 50);
+    for family in ["Llama", "Qwen3"] {
+        let config = config(family);
+        let exact = in_chunks(&mut executor(&config, |_| ()), &prompt, 50);
+        for (mode, bound) in [(WeightMode::Integers8, 0.3), (WeightMode::Integers4, 3.0)] {
+            let name = format!("{family}, {mode:?}");
+            let whole = keeps_its_bits(&name, &config, &prompt, |options| options.weights = mode);
+            let far = furthest(&whole, &exact);
+            assert!(far > 0.0 && far < bound, "{name} moves logits by {far}");
+        }
+        // Without a matrix of integers nothing is rounded.
+        let stored =
+            keeps_its_bits(family, &config, &prompt, |options| options.weights = WeightMode::Integers);
+        assert!(stored == exact, "{family}");
     }
 }
 
@@ -366,6 +389,7 @@ fn adapters_keep_their_bits_in_every_family_and_mode() {
     for (family, config) in like_llama.into_iter().chain(unlike_llama()) {
         adapters_keep_their_bits(family, &config, |_| ());
         adapters_keep_their_bits(family, &config, |options| options.weights = WeightMode::Int8);
+        adapters_keep_their_bits(family, &config, |options| options.weights = WeightMode::Integers4);
         let mut before: Option<Vec<u32>> = None;
         for unit in Bf16Unit::available() {
             let change =

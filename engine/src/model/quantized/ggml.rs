@@ -5,6 +5,8 @@
 //! sub-block is one f32 product, and a value is one f32 product, and one subtraction or addition where the type has a
 //! minimum. The results equal those of the `gguf` Python package bit for bit.
 
+mod groups;
+
 use half::{bf16, f16};
 
 /// Values of a K-quant's block.
@@ -299,17 +301,22 @@ impl<'a> SubBlockScales<'a> {
         Self { factor: half_at(raw, 0), minimum_factor: half_at(raw, 2), packed: &raw[4..16] }
     }
 
-    /// Scale and minimum of one sub-block. The last four have their upper two bits in the bytes of the first four.
+    /// Scale and minimum of one sub-block.
     fn of(&self, index: usize) -> (f32, f32) {
+        let (scale, minimum) = self.integers(index);
+        (self.factor * f32::from(scale), self.minimum_factor * f32::from(minimum))
+    }
+
+    /// Both without their factors. The last four have their upper two bits in the bytes of the first four.
+    fn integers(&self, index: usize) -> (u8, u8) {
         let packed = self.packed;
-        let (scale, minimum) = match index.checked_sub(4) {
+        match index.checked_sub(4) {
             None => (packed[index] & 63, packed[index + 4] & 63),
             Some(upper) => (
                 (packed[upper + 8] & 15) | ((packed[upper] >> 6) << 4),
                 (packed[upper + 8] >> 4) | ((packed[upper + 4] >> 6) << 4),
             ),
-        };
-        (self.factor * f32::from(scale), self.minimum_factor * f32::from(minimum))
+        }
     }
 }
 

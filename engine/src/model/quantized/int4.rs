@@ -16,6 +16,7 @@ use safetensors::Dtype;
 
 use super::TensorPart;
 use super::fp8::scales;
+use super::groups::{GROUP, IntegerForm, IntegerGroup, IntegerKind};
 
 /// Integers of a word.
 const PACKED: usize = 8;
@@ -135,41 +136,68 @@ impl<'a> Int4Matrix<'a> {
         self.quants.len()
     }
 
+    /// How the integers are grouped. `None` if a group of the file is not whole groups of consecutive inputs.
+    pub(super) fn integer_form(&self) -> Option<IntegerForm> {
+        match self.groups {
+            InputGroups::Even(group) if group.is_multiple_of(GROUP) => {
+                Some(IntegerForm { kind: IntegerKind::Zero4, span: group / GROUP })
+            }
+            InputGroups::Even(_) | InputGroups::Listed(_) => None,
+        }
+    }
+
+    /// The group that begins at element `start`, a multiple of 32 like the columns.
+    pub(super) fn read_group(&self, start: usize) -> IntegerGroup {
+        let mut group = IntegerGroup::default();
+        for (at, quant) in (start..).zip(&mut group.quants) {
+            let (integer, zero, scale) = self.element(at);
+            *quant = integer.cast_signed();
+            (group.offset, group.factor) = (zero, scale);
+        }
+        group
+    }
+
     pub(super) fn read_f32(&self, start: usize, out: &mut [f32]) {
         for (at, out) in (start..).zip(out.iter_mut()) {
-            let (output, input) = (at / self.columns, at % self.columns);
-            assert!(output < self.rows, "an element of the matrix");
-            let group = match &self.groups {
-                InputGroups::Even(group) => input / group,
-                InputGroups::Listed(groups) => groups[input],
-            };
-            let words = self.rows / PACKED;
-            let (word, lane) = (output / PACKED, output % PACKED);
-            // Positions of integer, zero point and scale.
-            let (quant, zero, scale) = match self.layout {
-                Int4Layout::Gptq | Int4Layout::GptqV2 => (
-                    (input / PACKED * self.rows + output, input % PACKED),
-                    (group * words + word, lane),
-                    group * self.rows + output,
-                ),
-                Int4Layout::Awq => (
-                    (input * words + word, AWQ_ORDER[lane]),
-                    (group * words + word, AWQ_ORDER[lane]),
-                    group * self.rows + output,
-                ),
-                Int4Layout::Compressed | Int4Layout::CompressedZeros => (
-                    (output * (self.columns / PACKED) + input / PACKED, input % PACKED),
-                    (word * self.count + group, lane),
-                    output * self.count + group,
-                ),
-            };
-            let zero = match (self.zeros, self.layout) {
-                (None, _) => 8,
-                (Some(zeros), Int4Layout::Gptq) => (nibble(zeros, zero) + 1) & 15,
-                (Some(zeros), _) => nibble(zeros, zero),
-            };
-            *out = (f32::from(nibble(self.quants, quant)) - f32::from(zero)) * self.scales[scale];
+            let (quant, zero, scale) = self.element(at);
+            *out = (f32::from(quant) - f32::from(zero)) * scale;
         }
+    }
+
+    /// Integer, zero point and scale of an element.
+    fn element(&self, at: usize) -> (u8, u8, f32) {
+        let (output, input) = (at / self.columns, at % self.columns);
+        assert!(output < self.rows, "an element of the matrix");
+        let group = match &self.groups {
+            InputGroups::Even(group) => input / group,
+            InputGroups::Listed(groups) => groups[input],
+        };
+        let words = self.rows / PACKED;
+        let (word, lane) = (output / PACKED, output % PACKED);
+        // Positions of integer, zero point and scale.
+        let (quant, zero, scale) = match self.layout {
+            Int4Layout::Gptq | Int4Layout::GptqV2 => (
+                (input / PACKED * self.rows + output, input % PACKED),
+                (group * words + word, lane),
+                group * self.rows + output,
+            ),
+            Int4Layout::Awq => (
+                (input * words + word, AWQ_ORDER[lane]),
+                (group * words + word, AWQ_ORDER[lane]),
+                group * self.rows + output,
+            ),
+            Int4Layout::Compressed | Int4Layout::CompressedZeros => (
+                (output * (self.columns / PACKED) + input / PACKED, input % PACKED),
+                (word * self.count + group, lane),
+                output * self.count + group,
+            ),
+        };
+        let zero = match (self.zeros, self.layout) {
+            (None, _) => 8,
+            (Some(zeros), Int4Layout::Gptq) => (nibble(zeros, zero) + 1) & 15,
+            (Some(zeros), _) => nibble(zeros, zero),
+        };
+        (nibble(self.quants, quant), zero, self.scales[scale])
     }
 }
 

@@ -3,11 +3,14 @@
 //! Every conversion computes in f32 what its format defines, value by value: a result is the same on every machine and
 //! for every range that is read, and does not depend on the other values of the range.
 //!
+//! Matrices of integers can be read without a conversion too, in `groups`.
+//!
 //! `ggml` has the types of GGUF files. A quantized Hugging Face checkpoint describes its format in `config.json`
 //! ([`QuantScheme`]), and its matrices are several tensors each ([`QuantizedMatrix`]).
 
 mod fp8;
 pub(in crate::model) mod ggml;
+pub(in crate::model) mod groups;
 mod int4;
 mod mxfp4;
 
@@ -15,6 +18,7 @@ use safetensors::Dtype;
 use serde_json::{Map, Value, json};
 
 use self::fp8::Fp8Matrix;
+use self::groups::{IntegerForm, IntegerGroup};
 use self::int4::{Int4Layout, Int4Matrix};
 use self::mxfp4::Mxfp4Matrix;
 use super::ModelError;
@@ -138,6 +142,25 @@ impl QuantizedMatrix<'_> {
             Self::Fp8(matrix) => matrix.bytes(),
             Self::Int4(matrix) => matrix.bytes(),
             Self::Mxfp4(matrix) => matrix.bytes(),
+        }
+    }
+
+    /// How the integers are grouped, if these are integers with scales for whole groups of 32 inputs.
+    pub(in crate::model) fn integer_form(&self) -> Option<IntegerForm> {
+        match self {
+            Self::Int4(matrix) => matrix.integer_form(),
+            Self::Fp8(_) | Self::Mxfp4(_) => None,
+        }
+    }
+
+    /// The group of 32 integers that begins at element `start`.
+    ///
+    /// # Panics
+    /// When the group is outside the matrix, or these are no integers.
+    pub(in crate::model) fn read_group(&self, start: usize) -> IntegerGroup {
+        match self {
+            Self::Int4(matrix) => matrix.read_group(start),
+            Self::Fp8(_) | Self::Mxfp4(_) => panic!("a matrix of integers"),
         }
     }
 

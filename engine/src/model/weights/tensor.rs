@@ -7,6 +7,7 @@ use half::{bf16, f16};
 
 use crate::model::quantized::QuantizedMatrix;
 use crate::model::quantized::ggml::GgmlType;
+use crate::model::quantized::groups::{GROUP, IntegerForm, IntegerGroup};
 use crate::model::tensors::{ElementOrder, ExpertOutputs};
 
 /// Element type of a tensor. Quantized ones are read as [`WeightDtype::F32`], but MXFP4, whose values bf16 has.
@@ -65,6 +66,17 @@ pub(super) enum TensorValues<'a> {
 impl<'a> Tensor<'a> {
     pub(super) fn new(values: TensorValues<'a>, shape: &[usize]) -> Self {
         Self { values, first: 0, len: shape.iter().product(), order: ElementOrder::Sequential }
+    }
+}
+
+#[cfg(test)]
+impl Tensor<'static> {
+    /// A tensor of a GGUF type, by the type's number.
+    pub(crate) fn of_blocks(kind: u32, bytes: Vec<u8>, shape: &[usize]) -> Self {
+        let kind = GgmlType::of(kind).expect("a type that is read");
+        let blocks = shape.iter().product::<usize>() / kind.block_len();
+        assert_eq!(bytes.len(), blocks * kind.block_bytes());
+        Self::new(TensorValues::Blocks(kind, Cow::Owned(bytes)), shape)
     }
 }
 
@@ -134,6 +146,31 @@ impl Tensor<'_> {
     pub fn read_f32(&self, start: usize, out: &mut [f32]) {
         assert!(start + out.len() <= self.len, "a part of the tensor");
         self.order.each_run(start, out, |at, out| self.values.read_f32(self.first + at, out));
+    }
+
+    /// How the stored integers are grouped, if rows of `inputs` elements are whole groups of integers.
+    #[must_use]
+    pub(crate) fn integer_form(&self, inputs: usize) -> Option<IntegerForm> {
+        let form = match &self.values {
+            TensorValues::Plain(..) => None,
+            TensorValues::Blocks(kind, _) => kind.integer_form(),
+            TensorValues::Matrix(matrix) => matrix.integer_form(),
+        };
+        let is_whole = inputs.is_multiple_of(GROUP) && self.first.is_multiple_of(inputs.max(1));
+        form.filter(|form| is_whole && self.order == ElementOrder::Sequential && form.span <= inputs / GROUP)
+    }
+
+    /// The group of integers that begins at element `start`.
+    ///
+    /// # Panics
+    /// When the group is outside the tensor, or [`Self::integer_form`] has no form.
+    pub(crate) fn read_group(&self, start: usize) -> IntegerGroup {
+        assert!(start + GROUP <= self.len, "a part of the tensor");
+        match &self.values {
+            TensorValues::Plain(..) => panic!("a tensor of integers"),
+            TensorValues::Blocks(kind, bytes) => kind.read_group(bytes, self.first + start),
+            TensorValues::Matrix(matrix) => matrix.read_group(self.first + start),
+        }
     }
 
     /// Stored bytes of the elements `start .. start + len` of a bf16 tensor.

@@ -52,11 +52,14 @@ fn a_handoff_of_another_model_is_refused_and_released() {
 
 #[test]
 fn a_handoff_of_another_precision_is_refused_and_released() {
-    let changes: [&dyn Fn(&mut EngineOptions); 4] = [
+    let changes: [&dyn Fn(&mut EngineOptions); 7] = [
         &|options| options.kv_dtype = KvDtype::F16,
         &|options| options.kv_dtype = KvDtype::Bf16,
         &|options| options.weights = WeightMode::Int8,
         &|options| options.weights = WeightMode::Bf16,
+        &|options| options.weights = WeightMode::Integers,
+        &|options| options.weights = WeightMode::Integers8,
+        &|options| options.weights = WeightMode::Integers4,
     ];
     for change in changes {
         let mut coarse = options(LLAMA, Role::Decode);

@@ -72,6 +72,7 @@ impl QueryShape<'_> {
         let inputs = |values: &mut Vec<f32>, stride, packed: &mut PackedBuffer| ProductInputs {
             wide: Rows { base: SharedPtr(values.as_mut_ptr()), stride },
             bf16: Some((unit, packed.share())),
+            integers: None,
         };
         let super::AttentionScratch { queries, scores, sums, values, outputs, pairs, .. } = scratch;
         let PairScratch { queries: packed_queries, weights: packed_weights, rounded, panels } = pairs;

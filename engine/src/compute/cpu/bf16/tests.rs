@@ -47,7 +47,8 @@ impl ProductCase {
         let mut packed = PackedBuffer::default();
         packed.fit(rows, self.inputs);
         let base = SharedPtr(wide.as_mut_ptr());
-        let x = ProductInputs { wide: Rows { base, stride }, bf16: Some((unit, packed.share())) };
+        let x =
+            ProductInputs { wide: Rows { base, stride }, bf16: Some((unit, packed.share())), integers: None };
         for row in 0..rows {
             let values = &self.x[(from + row) * self.inputs..][..self.inputs];
             // SAFETY: the row's own values, in buffers of these sizes.

@@ -1,14 +1,12 @@
-//! Packing: rows of a checkpoint's matrices become panels, unchanged or quantized.
+//! Packing: rows of a checkpoint's matrices become panels, unchanged or quantized. Those of integers are in `integer`.
 
 use super::super::arena::{AlignedBuffer, WeightArena, Zeroable};
 use super::super::bf16::{self, Bf16Unit};
 use super::super::kernel::{INTEGER_UNIT, PANEL, PanelBf16, PanelElement, PanelInt8};
 use super::super::thread_pool::{JobPanicked, ThreadPool};
-use super::{Matrix, Panels, SharedPtr, WeightMode};
+use super::integer::IntegerPanels;
+use super::{Matrix, Panels, SharedPtr, TensorParts, WeightMode};
 use crate::model::weights::{Tensor, WeightDtype};
-
-/// Tensors with their numbers of rows, in the order of the matrix's rows.
-type TensorParts<'a, 'b> = &'a [(Tensor<'b>, usize)];
 
 impl Matrix {
     /// Packs the rows of all parts in order. Each part is `[outputs][inputs]`. `unit` is for bfloat16 mode.
@@ -22,6 +20,11 @@ impl Matrix {
     ) -> Result<Self, JobPanicked> {
         let outputs = parts.iter().map(|(_, outputs)| outputs).sum::<usize>();
         let all_bf16 = parts.iter().all(|(part, _)| part.dtype() == WeightDtype::Bf16);
+        if mode.multiplies_integers()
+            && let Some(panels) = IntegerPanels::pack(threads, arena, parts, inputs, mode)?
+        {
+            return Ok(Self { panels: Panels::Integers(panels), outputs, inputs });
+        }
         let mut packer = PanelPacker { threads, arena, parts, inputs };
         let panels = match mode {
             WeightMode::Int8 => Panels::Int8(packer.pack(
@@ -45,16 +48,19 @@ impl Matrix {
                 )?,
                 unit,
             ),
-            WeightMode::Stored if all_bf16 => Panels::Bf16(packer.pack(
-                PanelBf16::panel_len(inputs),
-                |part, start, out| part.read_bf16_bits(start, out),
-                |rows, panel| transpose(rows, inputs, PanelBf16::column, panel),
-            )?),
-            WeightMode::Stored | WeightMode::F32 => Panels::F32(packer.pack(
-                f32::panel_len(inputs),
-                |part, start, out| part.read_f32(start, out),
-                |rows, panel| transpose(rows, inputs, |position| position, panel),
-            )?),
+            WeightMode::F32 => packer.widened()?,
+            // With integers: matrices that have none, and are not rounded to some.
+            WeightMode::Stored | WeightMode::Integers | WeightMode::Integers8 | WeightMode::Integers4 => {
+                if all_bf16 {
+                    Panels::Bf16(packer.pack(
+                        PanelBf16::panel_len(inputs),
+                        |part, start, out| part.read_bf16_bits(start, out),
+                        |rows, panel| transpose(rows, inputs, PanelBf16::column, panel),
+                    )?)
+                } else {
+                    packer.widened()?
+                }
+            }
         };
         Ok(Self { panels, outputs, inputs })
     }
@@ -69,6 +75,16 @@ struct PanelPacker<'a, 'b> {
 }
 
 impl PanelPacker<'_, '_> {
+    /// Panels of f32.
+    fn widened(&mut self) -> Result<Panels, JobPanicked> {
+        let inputs = self.inputs;
+        Ok(Panels::F32(self.pack(
+            f32::panel_len(inputs),
+            |part, start, out| part.read_f32(start, out),
+            |rows, panel| transpose(rows, inputs, |position| position, panel),
+        )?))
+    }
+
     /// Makes panels in parallel. `fill` makes one panel of 32 rows.
     fn pack<R: Zeroable + Default, T: Zeroable>(
         &mut self,

@@ -19,7 +19,8 @@ fn product(isa: Isa, matrix: &Matrix, x: &mut [f32], stride: usize, rows: usize,
     let outputs = matrix.outputs();
     let mut out = vec![f32::NAN; rows * outputs];
     let mut threads = ThreadPool::new(workers).unwrap();
-    let x = ProductInputs { wide: Rows { base: SharedPtr(x.as_mut_ptr()), stride }, bf16: None };
+    let wide = Rows { base: SharedPtr(x.as_mut_ptr()), stride };
+    let x = ProductInputs { wide, bf16: None, integers: None };
     let base = Rows { base: SharedPtr(out.as_mut_ptr()), stride: outputs };
     // SAFETY: both buffers have `rows` rows, and only this test uses them.
     let product = unsafe { Product::plan(isa, matrix, x, rows, base, outputs, workers) };
@@ -195,7 +196,7 @@ fn adjacent_panels_have_the_bits_of_a_single_one() {
                         Panels::Int8(values) => {
                             side_by_side(isa, values.as_ptr().cast::<PanelInt8>(), &x, rows, at_once)
                         }
-                        Panels::Pairs(..) => unreachable!("f32 arithmetic"),
+                        Panels::Pairs(..) | Panels::Integers(_) => unreachable!("f32 arithmetic"),
                     });
                     assert!(together == alone, "{isa:?}: {rows} rows, {at_once} panels at once");
                 }
