@@ -68,7 +68,7 @@ fn an_engine_serves_a_gguf_file_and_refuses_others_by_name() {
     let config = r#"{"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "hqq"}}"#;
     file(folder.path(), "config.json", config);
     let other = folder.path().join("other.gguf");
-    let mut bytes = std::fs::read(&model).unwrap();
+    let mut bytes = std::fs::read(model).unwrap();
     let at = bytes.windows(5).position(|bytes| bytes == b"qwen2").unwrap();
     bytes[at..at + 5].copy_from_slice(b"qwen9");
     std::fs::write(&other, bytes).unwrap();

@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 const FIRST: usize = 50;
 const COUNTED: usize = 200;
 /// Most allocations of one request. The simulated engines and the client have threads of their own, which do not count.
-const MOST: usize = 250;
+const MOST: usize = 100;
 
 static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
 static PREFILLS: AtomicUsize = AtomicUsize::new(0);
