@@ -91,6 +91,7 @@ impl Sim {
             if let Some(core) = &engine.core {
                 self.counts.ignored += core.usage_and_load().1.ignored;
             }
+            self.counts.passed += engine.passed.load(std::sync::atomic::Ordering::Relaxed);
             self.counts.drifting += u64::from(engine.setup.clock_rate != 1_000);
         }
         for index in 0..self.clients.asks.len() {

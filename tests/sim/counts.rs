@@ -49,6 +49,7 @@ counts! {
     recomputed: "seen: handoffs recomputed",
     load_failed: "seen: handoffs failed by policy",
     landed: "seen: reads landed",
+    passed: "seen: parts of steps behind released blocks",
     stored: "seen: blocks stored in a tier",
     loaded: "seen: blocks loaded from a tier",
     gone: "seen: verdicts gone",

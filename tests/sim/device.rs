@@ -2,7 +2,11 @@
 //! `i`. A forward pass reads every stored position, as attention does. The pass detects a position that does not
 //! continue the one before it: a block that was freed, reused, not yet landed, or another sequence's. The next token
 //! depends on all positions, so a client receives wrong text if this check fails to detect a fault.
+//!
+//! With an attention window a pass reads only the stored positions that its first token sees. The hash of the first of
+//! them stands for all tokens before, so the next token still depends on all positions.
 
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use baton_connector::layout::KvDtype;
@@ -67,15 +71,35 @@ impl Memory {
     }
 }
 
+/// What a pass reads of the positions before it.
+#[derive(Clone, Debug, Default)]
+pub struct DeviceWindow {
+    /// Keys that a position sees, its own included; at least 3, so that a pass reads two stored ones. `None` for all.
+    pub keys: Option<usize>,
+    /// Planted: a pass reads one position behind the window.
+    pub reads_behind: bool,
+    /// Parts of steps behind blocks that their sequence had released.
+    pub passed: Arc<AtomicU64>,
+}
+
+impl DeviceWindow {
+    /// The first stored position that a pass from `start` on reads.
+    fn first_read(&self, start: usize) -> usize {
+        let Some(keys) = self.keys else { return 0 };
+        (start + 1).saturating_sub(keys + usize::from(self.reads_behind))
+    }
+}
+
 /// The device of the module's documentation.
 pub struct Device {
     memory: SharedMemory,
     region: Region,
     layout: KvLayout,
+    window: DeviceWindow,
     /// The fault in the cache, if a pass read a wrong position.
     fault: Arc<Mutex<Option<String>>>,
     /// Set by a test: the next pass fails.
-    broken: Arc<std::sync::atomic::AtomicBool>,
+    broken: Arc<AtomicBool>,
     apart: StepHazards,
 }
 
@@ -83,13 +107,46 @@ impl Device {
     pub fn new(
         memory: SharedMemory,
         blocks: usize,
+        window: DeviceWindow,
         fault: Arc<Mutex<Option<String>>>,
-        broken: Arc<std::sync::atomic::AtomicBool>,
+        broken: Arc<AtomicBool>,
     ) -> Self {
         let block_tokens = memory.lock().unwrap_or_else(PoisonError::into_inner).block_tokens;
         let layout = KvLayout { layers: 1, kv_heads: 1, head_dim: 1, block_tokens, dtype: KvDtype::F32 };
         let apart = StepHazards::new(blocks);
-        Self { memory, region: Region::allocate(blocks, 1), layout, fault, broken, apart }
+        Self { memory, region: Region::allocate(blocks, 1), layout, window, fault, broken, apart }
+    }
+
+    /// The place of a position in the pool.
+    fn place(&self, step: &SeqStep<'_>, position: usize) -> usize {
+        let block = step.block_table[position / self.layout.block_tokens];
+        block.index() * self.layout.block_tokens + position % self.layout.block_tokens
+    }
+
+    /// The hash of all tokens before a step, from the stored positions that it reads.
+    fn hash_before(&self, memory: &Memory, step: &SeqStep<'_>) -> u64 {
+        let first = self.window.first_read(step.start);
+        if first > 0 && step.block_table.get(1) == step.block_table.first() {
+            // The table names a later block in the place of a released one.
+            self.window.passed.fetch_add(1, Ordering::Relaxed);
+        }
+        let mut hash = 0;
+        for position in first..step.start {
+            let stored = memory.slots[self.place(step, position)];
+            if position == first && first > 0 {
+                hash = stored >> 16;
+                continue;
+            }
+            hash = hash_after(hash, (stored & 0xFFFF) as u32);
+            if stored >> 16 != hash {
+                let mut fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
+                let block = step.block_table[position / self.layout.block_tokens];
+                fault
+                    .get_or_insert_with(|| format!("I3: stale KV at position {position}, block {}", block.0));
+                break;
+            }
+        }
+        hash
     }
 }
 
@@ -112,7 +169,7 @@ impl Executor for Device {
         logits: &mut Logits,
         meanwhile: &mut dyn FnMut(),
     ) -> Result<(), ExecutorError> {
-        if self.broken.swap(false, std::sync::atomic::Ordering::Relaxed) {
+        if self.broken.swap(false, Ordering::Relaxed) {
             return Err(ExecutorError::Device("the simulator broke it".into()));
         }
         meanwhile();
@@ -124,26 +181,10 @@ impl Executor for Device {
         }
         let mut memory = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
         for step in batch {
-            let place = |position: usize| {
-                let block = step.block_table[position / self.layout.block_tokens];
-                block.index() * self.layout.block_tokens + position % self.layout.block_tokens
-            };
-            let mut hash = 0;
-            for position in 0..step.start {
-                let stored = memory.slots[place(position)];
-                hash = hash_after(hash, (stored & 0xFFFF) as u32);
-                if stored >> 16 != hash {
-                    let mut fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
-                    let block = step.block_table[position / self.layout.block_tokens];
-                    fault.get_or_insert_with(|| {
-                        format!("I3: stale KV at position {position}, block {}", block.0)
-                    });
-                    break;
-                }
-            }
+            let mut hash = self.hash_before(&memory, step);
             for (at, &token) in step.tokens.iter().enumerate() {
                 hash = hash_after(hash, token);
-                memory.slots[place(step.start + at)] = slot(hash, token);
+                memory.slots[self.place(step, step.start + at)] = slot(hash, token);
                 let is_wanted = match step.logits {
                     LogitsRequest::No => false,
                     LogitsRequest::All | LogitsRequest::DrawEach(_) => true,

@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
@@ -20,12 +20,12 @@ use baton_engine::scheduler::sequence::{FinishReason, SeqId};
 use baton_engine::scheduler::{PromptLookup, Scheduler, SchedulerConfig, SchedulingPolicy, StepPart};
 
 use crate::consumer::SimConsumer;
-use crate::device::{self, Device};
+use crate::device::{self, Device, DeviceWindow};
 use crate::http::EngineRequest;
 use crate::messages::Node;
 use crate::net::ConnId;
 use crate::rng::SimRng;
-use crate::setup::{EngineSetup, SECOND, Setup};
+use crate::setup::{EngineSetup, Mutation, SECOND, Setup};
 use crate::sim::{Event, Micros, Sim};
 use crate::tiers::{self, Disk, OffloadWorkers};
 
@@ -225,6 +225,8 @@ pub struct Engine {
     pub closing: bool,
     pub stale: Arc<Mutex<Option<String>>>,
     pub breaks: Arc<AtomicBool>,
+    /// Parts of steps behind released blocks, over all processes.
+    pub passed: Arc<AtomicU64>,
     pub dice: SimRng,
 }
 
@@ -250,6 +252,7 @@ impl Engine {
             closing: false,
             stale: Arc::default(),
             breaks: Arc::default(),
+            passed: Arc::default(),
             dice: SimRng::new(setup.seed, 100 + index as u64),
         };
         engine.start(setup, 0);
@@ -268,17 +271,22 @@ impl Engine {
             max_num_batched_tokens: self.setup.max_batched,
             max_waiting: self.setup.max_waiting,
             max_model_len: TOKENS_MAX,
-            window: None,
+            window: self.scheduled_window(setup),
         };
         let duration = match setup.mutation {
-            crate::setup::Mutation::NoExpiry => Duration::from_secs(1 << 40),
-            crate::setup::Mutation::LateExpiry => Duration::from_micros(setup.lease + 60 * SECOND),
+            Mutation::NoExpiry => Duration::from_secs(1 << 40),
+            Mutation::LateExpiry => Duration::from_micros(setup.lease + 60 * SECOND),
             _ => Duration::from_micros(setup.lease),
         };
         let terms = LeaseTerms { duration, ..LeaseTerms::default() };
         let epoch = Epoch(self.dice.roll());
-        let device =
-            Device::new(Arc::clone(&self.memory), blocks, Arc::clone(&self.stale), Arc::clone(&self.breaks));
+        let window = DeviceWindow {
+            keys: setup.window,
+            reads_behind: setup.mutation == Mutation::ReadsBehindWindow,
+            passed: Arc::clone(&self.passed),
+        };
+        let (stale, breaks) = (Arc::clone(&self.stale), Arc::clone(&self.breaks));
+        let device = Device::new(Arc::clone(&self.memory), blocks, window, stale, breaks);
         let world = SimEnv {
             local: 0,
             lease: setup.lease,
@@ -325,6 +333,12 @@ impl Engine {
         self.was_paused = false;
         self.paused_until = 0;
         self.set_clock(now);
+    }
+
+    /// The window by which the scheduler releases blocks.
+    fn scheduled_window(&self, setup: &Setup) -> Option<usize> {
+        let early = usize::from(setup.mutation == Mutation::PassedTooSoon);
+        setup.window.map(|keys| keys - early)
     }
 
     /// Ends the process, with all its state.

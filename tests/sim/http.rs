@@ -276,14 +276,14 @@ impl Sim {
         }
         let front = self.engines[engine].fronts.get_mut(&conn).expect("it has just spoken");
         let last =
-            !matches!(event, SeqEvent::EarlyHandoff(_) | SeqEvent::Started { .. } | SeqEvent::Token(_));
+            !matches!(event, SeqEvent::EarlyHandoff(_) | SeqEvent::Started { .. } | SeqEvent::Token(..));
         if last {
             front.open.retain(|(index, _)| *index != choice);
         }
         if front.produces {
             let lent = front.lent;
             let answer = match event {
-                SeqEvent::Started { .. } | SeqEvent::Token(_) => return,
+                SeqEvent::Started { .. } | SeqEvent::Token(..) => return,
                 SeqEvent::EarlyHandoff(handoff) => {
                     front.lent = Some(handoff.handle);
                     self.counts.early_leases += 1;
@@ -315,7 +315,7 @@ impl Sim {
             SeqEvent::Started { .. } if !accepted => self.send(conn, Side::Callee, Msg::Accepted),
             SeqEvent::Started { .. } => {}
             SeqEvent::EarlyHandoff(_) => self.wrong("a sequence without a lease reported one".into()),
-            SeqEvent::Token(sampled) => {
+            SeqEvent::Token(sampled, _) => {
                 self.send(conn, Side::Callee, Msg::Chunk { choice, token: sampled.token });
             }
             SeqEvent::Finished(end) if end.reason == FinishReason::Abort => {

@@ -19,7 +19,7 @@
 //! | `engine.rs`, `http.rs`, `producer.rs`, `consumer.rs` | an engine process around the real core and ledger |
 //! | `tiers.rs` | its offload workers: host slots, files, and a disk that fails |
 //! | `router.rs`, `clients.rs` | a router process around the real exchange; clients that check every token |
-//! | `device.rs` | a KV cache that can be checked |
+//! | `device.rs` | a KV cache that can be checked, with or without an attention window |
 //! | `checks.rs` | the invariants |
 //! | `pairs.rs` | protocols that send both legs at once: SGLang, vLLM push |
 // A test program: nothing here is public, and a panic is a finding.

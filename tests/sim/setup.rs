@@ -105,6 +105,8 @@ pub struct Setup {
     pub truncate_one_in: u64,
     /// Disk tiers fail, fill up and damage their contents.
     pub bad_disks: bool,
+    /// Keys that a position of the model sees, in a quarter of the runs: sequences release the blocks behind them.
+    pub window: Option<usize>,
     /// The planted fault.
     pub mutation: Mutation,
 }
@@ -131,10 +133,16 @@ pub enum Mutation {
     DamageBelieved,
     /// A tier's worker continues a revoked load: the commitment point is not kept (Dynamo #6681).
     RevokedLoadWrites,
+    /// A sequence releases a block while its last position is still seen: one token early.
+    PassedTooSoon,
+    /// A device reads one position behind the window.
+    ReadsBehindWindow,
 }
 
 impl Mutation {
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 11] = [
+        Self::PassedTooSoon,
+        Self::ReadsBehindWindow,
         Self::LateExpiry,
         Self::SentTooSoon,
         Self::DamageBelieved,
@@ -150,7 +158,11 @@ impl Mutation {
     pub fn shows_as(self) -> &'static [&'static str] {
         match self {
             Self::None => &[],
-            Self::VerdictSkipped | Self::DamageBelieved | Self::SentTooSoon => &["stale KV", "wrong text"],
+            Self::VerdictSkipped
+            | Self::DamageBelieved
+            | Self::SentTooSoon
+            | Self::PassedTooSoon
+            | Self::ReadsBehindWindow => &["stale KV", "wrong text"],
             Self::RevokedLoadWrites => &["I3", "wrong text"],
             Self::ReleaseDoesNotDrain => &["stale KV", "wrong text", "I3: freed"],
             Self::ReleasesNotSent => &["expired"],
@@ -228,6 +240,7 @@ impl Setup {
             decode_silence: if naive_router { 600 } else { dice.between(2, 60) } * SECOND,
             truncate_one_in: if calm || dice.percent(60) { 0 } else { dice.between(5, 200) },
             bad_disks: !calm && dice.percent(50),
+            window: window(seed),
             mutation,
         }
     }
@@ -239,6 +252,12 @@ impl Setup {
     pub fn decodes(&self) -> Vec<usize> {
         (0..self.engines.len()).filter(|&e| self.engines[e].decodes).collect()
     }
+}
+
+/// Shorter than a block, up to almost half of the longest sequence. A random stream of its own, as for `early`.
+fn window(seed: u64) -> Option<usize> {
+    let dice = &mut SimRng::new(seed, 10);
+    dice.percent(25).then(|| dice.between(3, 24) as usize)
 }
 
 fn engines(dice: &mut SimRng, calm: bool, block_tokens: usize) -> Vec<EngineSetup> {

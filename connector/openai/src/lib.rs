@@ -50,7 +50,8 @@ pub use request::{DetokenizeRequest, EmbeddingFormat, EmbeddingRequest, Tokenize
 pub use request::{FIRST_TOKEN_TIMEOUT, REQUEST_TIMEOUT, TIMEOUT_MAX_MS, TimeLeft};
 pub use response::{
     CallDelta, ChoiceDelta, ChunkEncoder, EmbeddingReply, Finish, FinishReason, FinishedChoice, MessageParts,
-    ModelCard, PromptTokenLogprob, ReplyHead, StopReason, TokenLogprob, ToolCall, TopLogprob, Usage,
+    ModelCard, PredictionTokens, PromptTokenLogprob, ReplyHead, StopReason, TokenLogprob, ToolCall,
+    TopLogprob, Usage,
 };
 
 pub use raw::{RawBody, RequestOutline, strip};

@@ -101,8 +101,20 @@ pub struct Usage {
     pub completion_tokens: u32,
     /// Prompt tokens whose KV was not computed for this request; `None` omits `prompt_tokens_details`.
     pub cached_tokens: Option<u32>,
-    /// Tokens of all choices that are reasoning; `None` omits `completion_tokens_details`.
+    /// Tokens of all choices that are reasoning; `None` omits the count.
     pub reasoning_tokens: Option<u32>,
+    /// What became of drafts of tokens; `None` omits both counts. Without any count there are no
+    /// `completion_tokens_details`.
+    pub predictions: Option<PredictionTokens>,
+}
+
+/// Draft tokens of all choices, with OpenAI's names.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PredictionTokens {
+    /// Those that are tokens of a choice.
+    pub accepted: u32,
+    /// Those that are not, and that are not part of `completion_tokens`.
+    pub rejected: u32,
 }
 
 impl Serialize for Usage {
@@ -113,7 +125,12 @@ impl Serialize for Usage {
         }
         #[derive(serde::Serialize)]
         struct CompletionDetails {
-            reasoning_tokens: u32,
+            #[serde(skip_serializing_if = "Option::is_none")]
+            reasoning_tokens: Option<u32>,
+            #[serde(skip_serializing_if = "Option::is_none")]
+            accepted_prediction_tokens: Option<u32>,
+            #[serde(skip_serializing_if = "Option::is_none")]
+            rejected_prediction_tokens: Option<u32>,
         }
         let mut usage = serializer.serialize_struct("Usage", 5)?;
         usage.serialize_field("prompt_tokens", &self.prompt_tokens)?;
@@ -123,8 +140,13 @@ impl Serialize for Usage {
         if let Some(cached_tokens) = self.cached_tokens {
             usage.serialize_field("prompt_tokens_details", &UsageDetails { cached_tokens })?;
         }
-        if let Some(reasoning_tokens) = self.reasoning_tokens {
-            usage.serialize_field("completion_tokens_details", &CompletionDetails { reasoning_tokens })?;
+        if self.reasoning_tokens.is_some() || self.predictions.is_some() {
+            let details = CompletionDetails {
+                reasoning_tokens: self.reasoning_tokens,
+                accepted_prediction_tokens: self.predictions.map(|tokens| tokens.accepted),
+                rejected_prediction_tokens: self.predictions.map(|tokens| tokens.rejected),
+            };
+            usage.serialize_field("completion_tokens_details", &details)?;
         }
         usage.end()
     }

@@ -3,7 +3,7 @@
 use baton_openai::response::{DetokenizeReply, TokenizeReply, models};
 use baton_openai::{
     CallDelta, ChoiceDelta, Endpoint, Finish, FinishReason, FinishedChoice, MessageParts, ModelCard,
-    PromptTokenLogprob, ReplyHead, StopReason, TokenLogprob, ToolCall, TopLogprob, Usage,
+    PredictionTokens, PromptTokenLogprob, ReplyHead, StopReason, TokenLogprob, ToolCall, TopLogprob, Usage,
 };
 use bytes::Bytes;
 use serde_json::{Value, json};
@@ -38,8 +38,13 @@ fn event(frame: &Bytes) -> Value {
     serde_json::from_str(data).expect("JSON")
 }
 
-const USAGE: Usage =
-    Usage { prompt_tokens: 3, completion_tokens: 2, cached_tokens: Some(1), reasoning_tokens: None };
+const USAGE: Usage = Usage {
+    prompt_tokens: 3,
+    completion_tokens: 2,
+    cached_tokens: Some(1),
+    reasoning_tokens: None,
+    predictions: None,
+};
 
 #[test]
 fn a_completion_in_one_piece_has_vllms_fields() {
@@ -105,6 +110,36 @@ fn a_chat_reply_in_one_piece_has_openais_fields() {
     );
     assert_eq!(reply["usage"], json!({"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}));
     assert!(reply.get("kv_transfer_params").is_none());
+}
+
+#[test]
+fn drafts_are_counted_by_openais_names_in_replies_and_streams() {
+    let predictions = Some(PredictionTokens { accepted: 2, rejected: 3 });
+    let both = Usage { reasoning_tokens: Some(1), predictions, ..USAGE };
+    for (usage, details) in [
+        (
+            Usage { predictions, ..USAGE },
+            json!({"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 3}),
+        ),
+        (
+            both,
+            json!({"reasoning_tokens": 1, "accepted_prediction_tokens": 2, "rejected_prediction_tokens": 3}),
+        ),
+        (
+            Usage { predictions: Some(PredictionTokens::default()), ..USAGE },
+            json!({"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}),
+        ),
+    ] {
+        for endpoint in [Endpoint::Completions, Endpoint::Chat] {
+            let whole = json_of(&head(endpoint).full(&[], &usage, None));
+            assert_eq!(whole["usage"]["completion_tokens_details"], details);
+            assert_eq!(whole["usage"]["total_tokens"], 5, "rejected drafts are no tokens of the response");
+            let streamed = event(&head(endpoint).chunks().usage(&usage));
+            assert_eq!(streamed["usage"], whole["usage"]);
+        }
+    }
+    let without = json_of(&head(Endpoint::Chat).full(&[], &USAGE, None));
+    assert_eq!(without["usage"].get("completion_tokens_details"), None);
 }
 
 #[test]

@@ -54,7 +54,7 @@ impl<S: EngineEnv> EngineCore<S> {
             // Without its last token the part is one that samples nothing.
             MaskReadiness::Late if part.count > 1 => {
                 let rest = StepPart { count: part.count - 1, samples: false, ..*part };
-                self.commit(&rest, rows);
+                self.commit(&rest, rows, &[]);
             }
             MaskReadiness::Late => {}
             MaskReadiness::Failed(fault) => self.end_unmasked(part.id, fault),

@@ -77,8 +77,8 @@ pub enum SeqEvent {
     /// The prompt is being computed, and its blocks can be read as they become final. Sent at most once, before all
     /// other events.
     EarlyHandoff(Box<Handoff>),
-    /// One more token.
-    Token(SampledToken),
+    /// One more token, and what it has decided about drafts.
+    Token(SampledToken, DraftOutcome),
     /// The end.
     Finished(Box<SeqEnd>),
     /// The end: it was not accepted.
@@ -91,6 +91,26 @@ pub enum SeqEvent {
     TimedOut(DeadlineKind),
     /// The end: the engine is shutting down or its device failed.
     Unavailable(&'static str),
+}
+
+/// What a chosen token has decided about the drafts of its step. Drafts that a later step computes again have no
+/// outcome.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DraftOutcome {
+    /// Whether the token is an accepted draft.
+    pub accepted: bool,
+    /// Drafts that it rejects: the one in its place, and those behind that.
+    pub rejected: usize,
+}
+
+impl DraftOutcome {
+    /// Of a token that was chosen where the step has these drafts for it and the tokens behind it.
+    pub(super) fn of(drafts: &[u32], chosen: u32) -> Self {
+        match drafts.first() {
+            Some(draft) if *draft == chosen => Self { accepted: true, rejected: 0 },
+            _ => Self { accepted: false, rejected: drafts.len() },
+        }
+    }
 }
 
 /// How a sequence ended.

@@ -46,7 +46,9 @@ use self::early_aborts::EarlyAborts;
 pub use self::env::{CoreEvent, EngineEnv};
 use self::events::PendingFree;
 use self::leasing::EarlyLease;
-pub use self::messages::{DeadlineKind, Deadlines, ProducerAddress, SeqEnd, SeqEvent, Submission};
+pub use self::messages::{
+    DeadlineKind, Deadlines, DraftOutcome, ProducerAddress, SeqEnd, SeqEvent, Submission,
+};
 use self::pooling::PromptCollector;
 use self::sampler::{RowOutcome, Sampler};
 use self::timers::{CoreTimers, TOO_LATE};
@@ -188,8 +190,9 @@ impl<S: EngineEnv> EngineCore<S> {
         executed.map_err(|error| self.device_failed(&error)).is_ok()
     }
 
-    /// Records one planned part without drafts, whose logits are in `rows`, and sends its events.
-    fn commit(&mut self, part: &StepPart, rows: Range<usize>) {
+    /// Records one planned part without drafts, whose logits are in `rows`, and sends its events. `drafts` are those of
+    /// its token and of the tokens behind it.
+    fn commit(&mut self, part: &StepPart, rows: Range<usize>, drafts: &[u32]) {
         self.emit_computed(part);
         let Some(live) = self.live.get_mut(&part.id) else { return };
         let sequence = self.scheduler.sequence(part.id).expect("live sequences are known");
@@ -225,7 +228,8 @@ impl<S: EngineEnv> EngineCore<S> {
             Some(last) => self.env.record(CoreEvent::NextToken(now - last)),
         }
         let token = sampled.token;
-        let gone = live.outbox.try_send((live.index, SeqEvent::Token(sampled))).is_err();
+        let event = SeqEvent::Token(sampled, DraftOutcome::of(drafts, token));
+        let gone = live.outbox.try_send((live.index, event)).is_err();
         let ended = self.scheduler.commit(part, Some(token));
         let ended = live.grammar.as_mut().map_or(ended, |grammar| grammar.end_after(token, ended));
         if gone {

@@ -12,12 +12,15 @@ use crate::scheduler::sequence::SeqId;
 impl<S: EngineEnv> EngineCore<S> {
     /// Records one planned part, whose logits are in `rows`, and sends its events.
     pub(super) fn commit_part(&mut self, part: &StepPart, rows: Range<usize>) {
-        let Some(tokens) = self.scheduler.take_drafted(part) else { return self.commit(part, rows) };
+        let Some(tokens) = self.scheduler.take_drafted(part) else {
+            return self.commit(part, rows, &[]);
+        };
         let mut accepted = 0;
         for (offset, row) in rows.enumerate() {
             let position = StepPart { start: part.start + offset, count: 1, ..*part };
-            self.commit(&position, row..row + 1);
-            let next = tokens.get(offset + 1).copied();
+            let drafts = &tokens[offset + 1..];
+            self.commit(&position, row..row + 1, drafts);
+            let next = drafts.first().copied();
             if next.is_none() || self.token_after(&position) != next {
                 break;
             }

@@ -59,6 +59,8 @@ pub struct DpRank {
     pub log: RankLog,
     /// The order in which it serves waiting sequences.
     pub policy: SchedulingPolicy,
+    /// Whether its sequences may draft.
+    pub drafts: bool,
     /// Where it publishes KV events, as vLLM reports it.
     pub kv_event_source: Option<serde_json::Value>,
     /// Its requests that have not ended.
@@ -334,6 +336,7 @@ impl RunningRank {
             status: Arc::clone(&status),
             log: log.clone(),
             policy: options.scheduling.policy,
+            drafts: options.speculation.is_some(),
             kv_event_source: events.as_ref().map(|publisher| publisher.source().clone()),
             requests: AtomicUsize::new(0),
         });

@@ -10,8 +10,9 @@
 //! tokens before it. A draft is accepted exactly if that choice equals it, so drafts never change the tokens.
 //!
 //! - A draft comes from [prompt lookup](ngram): from the sequence's own tokens.
-//! - Drafts come last. They take what one-token parts leave of the step's tokens, half of it while a prompt needs
-//!   tokens. No sequence is preempted for them, and none waits for their blocks.
+//! - Drafts come last. They take what one-token parts leave of the step's tokens, and of its time with a target
+//!   (`step_budget.rs`), half of it while a prompt needs tokens. No sequence is preempted for them, and none waits for
+//!   their blocks.
 //! - The blocks of rejected drafts are released at the end of the step. Keys and values of a rejected draft in a kept
 //!   block lie behind the computed tokens, and the next step overwrites them.
 //! - A sequence whose drafts are rejected drafts less, then seldom ([`DraftPace`]).
@@ -160,15 +161,16 @@ impl Scheduler {
         }
         let is_contended = !self.waiting.is_empty() || self.admitted.running.len() > planned.len();
         let tokens = if is_contended { *budget / 2 } else { *budget };
-        let mut left = tokens.min(DRAFTS_PER_STEP);
-        // The same share for each, so that none takes all.
-        let share = (left / planned.len()).max(1);
+        let mut left = self.pacing.draft_budget(planned, tokens.min(DRAFTS_PER_STEP), is_contended);
+        // None takes all.
+        let share = left.share_of(planned.len());
         let mut indexing = INDEXED_PER_STEP;
         for part in planned {
-            let drafts = self.draft(part.id, share.min(left), is_contended, &mut indexing);
+            let behind = part.start + 1;
+            let drafts = self.draft(part.id, left.most(&share, behind), is_contended, &mut indexing);
             part.count += drafts;
             *budget -= drafts;
-            left -= drafts;
+            left.take(behind, drafts);
         }
     }
 

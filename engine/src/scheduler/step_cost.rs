@@ -2,7 +2,7 @@
 //! Pure: durations come from the caller.
 //!
 //! ```text
-//!  step without a chunk = fixed + rows · per row + contexts · per pair          (rows: sequences that decode)
+//!  step without a chunk = fixed + rows · per row + contexts · per pair          (rows: decoded tokens and drafts)
 //!  step with chunks     = the above + fixed + tokens · per token + pairs · per pair
 //! ```
 //!
@@ -33,7 +33,7 @@ const FORGOTTEN: f64 = 1e-200;
 /// The composition of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct StepWork {
-    /// Tokens of sequences that decode.
+    /// Tokens of sequences that decode, drafts included.
     pub(super) rows: f64,
     /// Pairs of those tokens with the positions before them.
     pub(super) row_pairs: f64,
@@ -49,14 +49,14 @@ pub(super) fn pairs(start: usize, count: usize) -> f64 {
     count * start + count * (count + 1.0) / 2.0
 }
 
-/// What a chunk adds to a step, in seconds.
+/// What the tokens of a chunk, or drafts, add to a step, in seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct ChunkPrice {
+pub(super) struct TokenPrice {
     per_token: f64,
     per_pair: f64,
 }
 
-impl ChunkPrice {
+impl TokenPrice {
     /// Of `count` tokens from position `start` on.
     pub(super) fn of(self, start: usize, count: usize) -> f64 {
         self.per_token * count as f64 + self.per_pair * pairs(start, count)
@@ -129,6 +129,8 @@ pub(super) struct StepCost {
     /// The most tokens and pairs of one step's chunks so far.
     tokens_max: f64,
     pairs_max: f64,
+    /// The most rows of one step without chunks so far.
+    rows_max: f64,
 }
 
 impl StepCost {
@@ -148,6 +150,7 @@ impl StepCost {
         let constant_first = [0, 1, 2];
         if work.tokens <= 0.0 {
             self.rows.observe(rows, seconds, weight, constant_first);
+            self.rows_max = self.rows_max.max(work.rows);
             if only_chunks {
                 self.chunks.shorten(self.rows.expected(rows));
             }
@@ -173,8 +176,18 @@ impl StepCost {
     }
 
     /// What chunks add.
-    pub(super) fn chunk_price(&self) -> ChunkPrice {
-        ChunkPrice { per_token: self.chunks.coefficients[1], per_pair: self.chunks.coefficients[2] }
+    pub(super) fn chunk_price(&self) -> TokenPrice {
+        TokenPrice { per_token: self.chunks.coefficients[1], per_pair: self.chunks.coefficients[2] }
+    }
+
+    /// What further tokens of sequences that decode add.
+    pub(super) fn row_price(&self) -> TokenPrice {
+        TokenPrice { per_token: self.rows.coefficients[1], per_pair: self.rows.coefficients[2] }
+    }
+
+    /// The most tokens of sequences that decode that were seen so far in a step without chunks.
+    pub(super) fn most_rows_seen(&self) -> f64 {
+        self.rows_max
     }
 
     /// Whether a step of this composition has been observed.

@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
-use baton_openai::{CallDelta, Finish, GenerateRequest, StopReason, TokenLogprob, TopLogprob, Usage};
+use baton_openai::{
+    CallDelta, Finish, GenerateRequest, PredictionTokens, StopReason, TokenLogprob, TopLogprob, Usage,
+};
 
 use super::Frontend;
 use super::guard::SequenceGuard;
-use crate::engine_core::SeqEnd;
+use crate::engine_core::{DraftOutcome, SeqEnd};
 use crate::model::detokenizer::Detokenizer;
 use crate::model::tokenizer::{DecodeMode, Tokenizer};
 use crate::sampling::stop::{MatchedStop, StopMatcher};
@@ -151,15 +153,27 @@ pub(super) struct TokenUsage {
     pub(super) reused: usize,
     /// Tokens of reasoning; `None` if the text is not parsed for it.
     pub(super) reasoning: Option<usize>,
+    /// Drafts; `None` if the engine does not draft.
+    pub(super) predictions: Option<PredictionTokens>,
 }
 
 impl TokenUsage {
+    /// Counts a token of a choice, and the drafts that it has decided.
+    pub(super) fn count(&mut self, drafts: DraftOutcome) {
+        self.completion += 1;
+        if let Some(counted) = &mut self.predictions {
+            counted.accepted += u32::from(drafts.accepted);
+            counted.rejected += drafts.rejected as u32;
+        }
+    }
+
     pub(super) fn usage(&self) -> Usage {
         Usage {
             prompt_tokens: self.prompt as u32,
             completion_tokens: self.completion as u32,
             cached_tokens: Some(self.reused as u32),
             reasoning_tokens: self.reasoning.map(|tokens| tokens as u32),
+            predictions: self.predictions,
         }
     }
 }

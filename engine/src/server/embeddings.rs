@@ -146,7 +146,7 @@ async fn collect(
                 return Err(ApiError::unavailable(why, QUEUE_RETRY));
             }
             SeqEvent::Started { .. }
-            | SeqEvent::Token(_)
+            | SeqEvent::Token(..)
             | SeqEvent::EarlyHandoff(_)
             | SeqEvent::LoadFailed(_) => {}
         }

@@ -19,8 +19,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use baton_connector::fetch::FailureKind;
 use baton_connector::{Handoff, RequestId};
 use baton_openai::{
-    ApiError, Code, Endpoint, FinishedChoice, GenerateRequest, MessageParts, ReplyHead, TokenLogprob,
-    Translation, parse_object,
+    ApiError, Code, Endpoint, FinishedChoice, GenerateRequest, MessageParts, PredictionTokens, ReplyHead,
+    TokenLogprob, Translation, parse_object,
 };
 use bytes::Bytes;
 use http_body_util::BodyExt;
@@ -266,6 +266,7 @@ impl GenerateTask {
         let usage = TokenUsage {
             prompt: prompts.iter().map(Vec::len).sum(),
             reasoning: parsed.iter().flatten().any(ParsedChoice::has_reasoning).then_some(0),
+            predictions: frontend.cores[0].drafts.then(PredictionTokens::default),
             ..TokenUsage::default()
         };
         Ok(Self {
@@ -309,10 +310,12 @@ impl GenerateTask {
                 None
             }
             // Only the echo is wanted.
-            SeqEvent::Token(_) if self.request.max_tokens == Some(0) => None,
-            SeqEvent::Token(sampled) => {
+            SeqEvent::Token(..) if self.request.max_tokens == Some(0) => None,
+            SeqEvent::Token(sampled, drafts) => {
                 let piece = choice.token(sampled, &mut self.guard);
-                self.usage.completion += usize::from(piece.is_some());
+                if piece.is_some() {
+                    self.usage.count(drafts);
+                }
                 piece
             }
             SeqEvent::Finished(end) => {

@@ -427,6 +427,7 @@ impl ActiveRequest<'_> {
             completion_tokens: generated as u32,
             cached_tokens: None,
             reasoning_tokens: None,
+            predictions: None,
         }
     }
 

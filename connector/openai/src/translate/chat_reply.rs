@@ -30,10 +30,36 @@ pub(super) fn is_json(text: &str) -> bool {
     serde_json::from_str::<serde::de::IgnoredAny>(text).is_ok()
 }
 
-/// A chat's usage of so many tokens: of the prompt, of its cached part and of the response.
-pub(super) fn usage_of([prompt, cached, completion]: [u64; 3]) -> Value {
-    let details = json!({"cached_tokens": cached});
-    json!({"prompt_tokens": prompt, "completion_tokens": completion, "prompt_tokens_details": details})
+/// The usage of a chat's stream.
+#[derive(Debug, Default)]
+pub(super) struct StreamUsage(Option<Value>);
+
+impl StreamUsage {
+    /// Reads a chunk. A later usage replaces an earlier one.
+    pub(super) fn read(&mut self, chunk: &Value) {
+        if chunk["usage"].is_object() {
+            self.0 = Some(chunk["usage"].clone());
+        }
+    }
+
+    /// Sets the tokens of the prompt, of its cached part and of the response, if the engine failed before it sent its
+    /// own usage.
+    pub(super) fn set_missing(&mut self, [prompt, cached, completion]: [u64; 3]) {
+        self.0.get_or_insert_with(|| {
+            let details = json!({"cached_tokens": cached});
+            json!({"prompt_tokens": prompt, "completion_tokens": completion, "prompt_tokens_details": details})
+        });
+    }
+
+    /// The chat's usage, if it is known.
+    pub(super) fn known(&self) -> Option<&Value> {
+        self.0.as_ref()
+    }
+
+    /// The chat's usage, or null, which counts nothing.
+    pub(super) fn chat(&self) -> &Value {
+        self.known().unwrap_or(&Value::Null)
+    }
 }
 
 /// Whether the last message of a chat has a text that can be continued.

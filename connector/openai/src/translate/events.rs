@@ -7,7 +7,7 @@ use bytes::{Bytes, BytesMut};
 use memchr::memchr2;
 use serde_json::Value;
 
-use super::chat_reply::untranslatable;
+use super::chat_reply::{StreamUsage, untranslatable};
 use crate::error::ApiError;
 
 const BYTE_ORDER_MARK: &[u8] = b"\xEF\xBB\xBF";
@@ -24,6 +24,9 @@ struct Frame<'a> {
 pub(super) trait ChatEvents {
     /// A comment keeps the connection alive.
     fn comment(&mut self, out: &mut BytesMut);
+
+    /// The usage of the stream. That of a chunk is read before the chunk.
+    fn usage(&mut self) -> &mut StreamUsage;
 
     /// A chunk of the chat.
     ///
@@ -54,8 +57,10 @@ pub(super) fn translate(
             None => stream.comment(out),
             Some(data) if data.trim_ascii() == b"[DONE]" => stream.finish(out)?,
             Some(data) => {
-                let chunk = serde_json::from_slice(&data).ok().filter(Value::is_object);
-                stream.chunk(&chunk.ok_or_else(untranslatable)?, out)?;
+                let chunk: Option<Value> = serde_json::from_slice(&data).ok().filter(Value::is_object);
+                let chunk = chunk.ok_or_else(untranslatable)?;
+                stream.usage().read(&chunk);
+                stream.chunk(&chunk, out)?;
             }
         }
     }

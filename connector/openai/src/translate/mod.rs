@@ -11,6 +11,7 @@
 mod block;
 mod chat_reply;
 mod events;
+mod kept;
 pub mod messages;
 pub mod responses;
 
@@ -20,8 +21,8 @@ use bytes::{Bytes, BytesMut};
 use serde_json::{Map, Value};
 
 use crate::error::ApiError;
-use chat_reply::{REPLY_BYTES_MAX, unreadable, usage_of};
-use events::translate;
+use chat_reply::{REPLY_BYTES_MAX, unreadable};
+use events::{ChatEvents, translate};
 use messages::MessagesStream;
 use responses::{RequestEcho, ResponsesStream};
 
@@ -237,10 +238,9 @@ impl StreamTranslator {
     /// Sets the tokens of the prompt, of its cached part and of the response of a stream whose engine failed before it
     /// counted them.
     pub fn set_usage(&mut self, tokens: [u64; 3]) {
-        let chat = usage_of(tokens);
         match &mut self.target {
-            StreamTarget::Message(stream) => stream.set_usage(&chat),
-            StreamTarget::Response(stream) => stream.set_usage(&chat),
+            StreamTarget::Message(stream) => stream.usage().set_missing(tokens),
+            StreamTarget::Response(stream) => stream.usage().set_missing(tokens),
         }
     }
 

@@ -30,14 +30,7 @@ fn device_draws_follow_the_hosts_distribution() {
         SamplingParams { top_k: 20, top_p: 0.8, min_p: 0.05, ..warm },
     ];
     let mut logits = Logits::default();
-    let step = SeqStep {
-        tokens: &prompt,
-        start: 0,
-        block_table: &table,
-        logits: LogitsRequest::Last,
-        adapter: None,
-    };
-    cpu.execute(&[step], &mut logits).unwrap();
+    cpu.execute(&[step(&prompt, 0, &table)], &mut logits).unwrap();
     let row = logits.row(0).to_vec();
     for params in &all {
         let counts = TokenCounts::for_params(params, &prompt);
@@ -49,15 +42,9 @@ fn device_draws_follow_the_hosts_distribution() {
             // A new seed in each round. The last token is recomputed every time.
             let params = SamplingParams { seed: round, ..params.clone() };
             let draw = Draw::of(&params, TokenPosition { position: 20, generated: 0 }).unwrap();
-            let logits_wanted = LogitsRequest::Draw(draw);
-            let step = SeqStep {
-                tokens: &prompt[start..],
-                start,
-                block_table: &table,
-                logits: logits_wanted,
-                adapter: None,
-            };
-            device.execute(&[step], &mut logits).unwrap();
+            let drawn =
+                SeqStep { logits: LogitsRequest::Draw(draw), ..step(&prompt[start..], start, &table) };
+            device.execute(&[drawn], &mut logits).unwrap();
             assert!(logits.values.is_empty());
             seen[logits.drawn(0).flatten().expect("a drawn token") as usize] += 1;
             start = 19;
@@ -99,14 +86,11 @@ fn rows_sampled_on_the_host_leave_other_rows_on_the_device() {
                 Some(draw) if drawn => LogitsRequest::Draw(draw),
                 Some(_) | None => LogitsRequest::Last,
             };
-            let step = |at: usize| SeqStep {
-                tokens: &prompts[at][start..end],
-                start,
-                block_table: &tables[at],
+            let one = |at: usize| SeqStep {
                 logits: logits(at),
-                adapter: None,
+                ..step(&prompts[at][start..end], start, &tables[at])
             };
-            (0..prompts.len()).map(step).collect()
+            (0..prompts.len()).map(one).collect()
         };
         let copies = device.device().copies;
         device.execute(&batch(true), &mut ours).unwrap();
@@ -144,13 +128,7 @@ fn rows_copied_in_pieces_keep_their_order() {
         [(&one, draw), (&whole, LogitsRequest::All), (&one, draw)]
             .into_iter()
             .zip(&tables)
-            .map(|((tokens, logits), table)| SeqStep {
-                tokens,
-                start: 0,
-                block_table: table,
-                logits,
-                adapter: None,
-            })
+            .map(|((tokens, logits), table)| SeqStep { logits, ..step(tokens, 0, table) })
             .collect::<Vec<_>>()
     };
     let (mut ours, mut theirs) = (Logits::default(), Logits::default());
@@ -172,25 +150,19 @@ fn each_row_of_a_draft_is_drawn_at_its_own_position() {
     let config = config("Llama", "");
     let mut device = on_software(&config, |_| ());
     let (all, table) = (tokens(7, 24), blocks(3, 4));
-    let step = |start: usize, end: usize, logits| SeqStep {
-        tokens: &all[start..end],
-        start,
-        block_table: &table,
-        logits,
-        adapter: None,
-    };
+    let part = |start: usize, end: usize, logits| SeqStep { logits, ..step(&all[start..end], start, &table) };
     let greedy = SamplingParams::default();
     for params in [SamplingParams { temperature: 0.9, seed: 5, ..greedy.clone() }, greedy] {
         let place = |offset: usize| TokenPosition { position: 21 + offset as u64, generated: offset as u32 };
         let draws = DrawSeries::of(&params, place(0)).unwrap();
         let (mut together, mut alone) = (Logits::default(), Logits::default());
-        device.execute(&[step(0, 20, LogitsRequest::No)], &mut together).unwrap();
-        device.execute(&[step(20, 24, LogitsRequest::DrawEach(draws))], &mut together).unwrap();
+        device.execute(&[part(0, 20, LogitsRequest::No)], &mut together).unwrap();
+        device.execute(&[part(20, 24, LogitsRequest::DrawEach(draws))], &mut together).unwrap();
         assert!(together.values.is_empty() && together.chosen.len() == 4);
         for offset in 0..4 {
             let draw = Draw::of(&params, place(offset)).unwrap();
             assert_eq!(draws.at(offset), draw);
-            let one = step(20 + offset, 21 + offset, LogitsRequest::Draw(draw));
+            let one = part(20 + offset, 21 + offset, LogitsRequest::Draw(draw));
             device.execute(&[one], &mut alone).unwrap();
             assert_eq!(together.drawn(offset), alone.drawn(0), "{offset}");
         }

@@ -17,9 +17,8 @@ fn a_hung_upload_disables_the_device() {
         shared_kv_pool.upload(&table).is_err()
             && shared_kv_pool.load(shared_kv_pool.region(), table[0], table[1]).is_err()
     );
-    let step =
-        SeqStep { tokens: &[1], start: 0, block_table: &table, logits: LogitsRequest::Last, adapter: None };
-    assert!(device.execute(&[step], &mut logits).is_err() && device.usable().is_err());
+    let next = device.execute(&[step(&[1], 0, &table)], &mut logits);
+    assert!(next.is_err() && device.usable().is_err());
 }
 
 #[test]
@@ -27,14 +26,7 @@ fn a_hung_copy_disables_the_device() {
     let config = config("Llama", "");
     let (mut device, mut logits) = (on_software(&config, |_| ()), Logits::default());
     let (table, prompt) = (blocks(0, 2), tokens(3, 16));
-    let step = SeqStep {
-        tokens: &prompt,
-        start: 0,
-        block_table: &table,
-        logits: LogitsRequest::Last,
-        adapter: None,
-    };
-    device.execute(std::slice::from_ref(&step), &mut logits).unwrap();
+    device.execute(&[step(&prompt, 0, &table)], &mut logits).unwrap();
     device.mark_leased(&table[..1]).unwrap();
     let shared_kv_pool = device.shared_pool().expect("the device has a shared pool");
     device.device().hang();
@@ -48,7 +40,7 @@ fn a_hung_copy_disables_the_device() {
         assert!(why.contains("a copy of KV blocks not completed"), "{why}");
     };
     device.reserve(&table);
-    refused(device.execute(&[step], &mut logits));
+    refused(device.execute(&[step(&prompt, 0, &table)], &mut logits));
     refused(device.publish(&table).map(drop));
     refused(device.mark_leased(&table));
     refused(device.usable());
@@ -60,13 +52,6 @@ fn a_hung_copy_disables_the_device() {
 fn a_failed_upload_disables_the_device() {
     let config = config("Qwen2", "");
     let (text, table) = (tokens(9, 33), blocks(3, 5));
-    let step = |tokens, start, block_table| SeqStep {
-        tokens,
-        start,
-        block_table,
-        logits: LogitsRequest::Last,
-        adapter: None,
-    };
     let (mut logits, mut theirs) = (Logits::default(), Logits::default());
     let mut producer = on_software(&config, |_| ());
     producer.execute(&[step(&text[..32], 0, &table)], &mut logits).unwrap();
@@ -103,16 +88,10 @@ fn a_hung_step_disables_the_device() {
     let config = config("Llama", "");
     let (mut device, mut logits) = (on_software(&config, |_| ()), Logits::default());
     let (table, prompt) = (blocks(0, 2), tokens(3, 16));
-    let step = SeqStep {
-        tokens: &prompt,
-        start: 0,
-        block_table: &table,
-        logits: LogitsRequest::Last,
-        adapter: None,
-    };
     device.device().hang();
-    let why = device.execute(std::slice::from_ref(&step), &mut logits).unwrap_err().to_string();
+    let why = device.execute(&[step(&prompt, 0, &table)], &mut logits).unwrap_err().to_string();
     assert!(why.contains("the device is disabled"), "{why}");
     device.device().recover();
-    assert!(device.execute(&[step], &mut logits).is_err() && device.usable().is_err());
+    let next = device.execute(&[step(&prompt, 0, &table)], &mut logits);
+    assert!(next.is_err() && device.usable().is_err());
 }

@@ -107,6 +107,11 @@ fn far(a: &Logits, b: &Logits) -> f32 {
         .fold(0.0, |far, (a, b)| if (a - b).abs() <= far { far } else { (a - b).abs() })
 }
 
+/// A step of one sequence, with the logits of its last token.
+fn step<'a>(tokens: &'a [u32], start: usize, block_table: &'a [BlockId]) -> SeqStep<'a> {
+    SeqStep { tokens, start, block_table, logits: LogitsRequest::Last, adapter: None }
+}
+
 /// One sequence of a script.
 struct SequenceScript {
     tokens: Vec<u32>,
@@ -180,11 +185,10 @@ fn more_rows_with_experts_than_are_computed_at_a_time_match_the_cpus_logits() {
     let config = config("Mixtral", r#", "num_local_experts": 70, "num_experts_per_tok": 64"#);
     let (mut device, mut cpu) = (on_software(&config, |_| ()), on_cpu(&config));
     let (text, table) = (tokens(6, 150), blocks(3, 19));
-    let step =
-        SeqStep { tokens: &text, start: 0, block_table: &table, logits: LogitsRequest::All, adapter: None };
+    let all = SeqStep { logits: LogitsRequest::All, ..step(&text, 0, &table) };
     let (mut ours, mut theirs) = (Logits::default(), Logits::default());
-    device.execute(std::slice::from_ref(&step), &mut ours).unwrap();
-    cpu.execute(&[step], &mut theirs).unwrap();
+    device.execute(std::slice::from_ref(&all), &mut ours).unwrap();
+    cpu.execute(&[all], &mut theirs).unwrap();
     let far = far(&ours, &theirs);
     assert!(ours.rows() == 150 && far < FAR, "{far}");
 }
@@ -210,13 +214,6 @@ fn another_executor_decodes_from_published_blocks() {
     let config = config("Qwen2", "");
     let (mut producer, mut consumer) = (on_software(&config, |_| ()), on_software(&config, |_| ()));
     let (text, table, there) = (tokens(9, 45), blocks(3, 6), blocks(30, 6));
-    let step = |tokens, start, block_table| SeqStep {
-        tokens,
-        start,
-        block_table,
-        logits: LogitsRequest::Last,
-        adapter: None,
-    };
     let mut logits = Logits::default();
     producer.execute(&[step(&text[..40], 0, &table)], &mut logits).unwrap();
     let before = producer.regions()[0].read_block(table[0]);
@@ -249,13 +246,6 @@ fn a_storing_thread_copies_blocks_while_steps_run() {
     let config = config("Llama", "");
     let (mut published, mut stored) = (on_software(&config, |_| ()), on_software(&config, |_| ()));
     let (text, table) = (tokens(4, 60), blocks(3, 8));
-    let step = |tokens, start, block_table| SeqStep {
-        tokens,
-        start,
-        block_table,
-        logits: LogitsRequest::Last,
-        adapter: None,
-    };
     let (mut logits, mut theirs) = (Logits::default(), Logits::default());
     published.execute(&[step(&text[..56], 0, &table)], &mut logits).unwrap();
     stored.execute(&[step(&text[..56], 0, &table)], &mut theirs).unwrap();
@@ -306,13 +296,6 @@ fn a_storing_thread_copies_blocks_while_steps_run() {
 fn a_step_does_not_upload_blocks_that_were_uploaded_on_landing() {
     let config = config("Qwen2", "");
     let (text, table, others) = (tokens(9, 33), blocks(3, 5), blocks(30, 1));
-    let step = |tokens, start, block_table| SeqStep {
-        tokens,
-        start,
-        block_table,
-        logits: LogitsRequest::Last,
-        adapter: None,
-    };
     let (mut logits, mut theirs) = (Logits::default(), Logits::default());
     let mut producer = on_software(&config, |_| ());
     producer.execute(&[step(&text[..32], 0, &table)], &mut logits).unwrap();
@@ -386,14 +369,7 @@ fn a_pool_share_leaves_room_for_weights_buffers_and_the_reserve() {
     let blocks = |share| {
         let mut device = on_software(&config, |options| options.pool_size = PoolSize::Share(share));
         let (table, mut logits) = ([BlockId(device.blocks() as u32 - 1)], Logits::default());
-        let step = SeqStep {
-            tokens: &[7],
-            start: 0,
-            block_table: &table,
-            logits: LogitsRequest::Last,
-            adapter: None,
-        };
-        device.execute(&[step], &mut logits).unwrap();
+        device.execute(&[step(&[7], 0, &table)], &mut logits).unwrap();
         (device.blocks(), device.layout().block_bytes(), device.device().free_bytes().unwrap())
     };
     let (half, bytes, _) = blocks(0.5);
@@ -417,10 +393,10 @@ fn a_warm_executor_records_no_graphs_and_returns_equal_results() {
     for (start, wanted) in
         [(0, LogitsRequest::Last), (1, LogitsRequest::Draw(draw)), (2, LogitsRequest::Last)]
     {
-        let step = SeqStep { tokens: &[7], start, block_table: &table, logits: wanted, adapter: None };
+        let one = SeqStep { logits: wanted, ..step(&[7], start, &table) };
         let (mut a, mut b) = (Logits::default(), Logits::default());
-        cold.execute(std::slice::from_ref(&step), &mut a).unwrap();
-        warm.execute(&[step], &mut b).unwrap();
+        cold.execute(std::slice::from_ref(&one), &mut a).unwrap();
+        warm.execute(&[one], &mut b).unwrap();
         assert_eq!((a.values, a.chosen), (b.values, b.chosen));
     }
     assert_eq!((warm.device().replays - recorded, warm.device().graphs()), (3, 2 * 5));
@@ -430,16 +406,9 @@ fn a_warm_executor_records_no_graphs_and_returns_equal_results() {
 fn a_token_outside_the_vocabulary_is_an_error_and_the_next_step_runs() {
     let config = config("Llama", "");
     let (mut device, table, mut logits) = (on_software(&config, |_| ()), blocks(0, 2), Logits::default());
-    let step = |tokens| SeqStep {
-        tokens,
-        start: 0,
-        block_table: &table,
-        logits: LogitsRequest::Last,
-        adapter: None,
-    };
-    let error = device.execute(&[step(&[VOCAB])], &mut logits).unwrap_err().to_string();
+    let error = device.execute(&[step(&[VOCAB], 0, &table)], &mut logits).unwrap_err().to_string();
     assert!(error.contains("vocabulary"), "{error}");
-    device.execute(&[step(&[1])], &mut logits).unwrap();
+    device.execute(&[step(&[1], 0, &table)], &mut logits).unwrap();
     assert_eq!(logits.rows(), 1);
 }
 
@@ -449,13 +418,6 @@ fn a_write_to_a_block_that_another_sequence_reads_is_rejected_before_any_launch(
     let (mut device, mut logits) = (on_software(&config, |_| ()), Logits::default());
     let (table, prompt) = (blocks(0, 3), tokens(3, 20));
     let other = [table[0], BlockId(30), BlockId(31)];
-    let step = |tokens, start, block_table| SeqStep {
-        tokens,
-        start,
-        block_table,
-        logits: LogitsRequest::Last,
-        adapter: None,
-    };
     device.execute(&[step(&prompt[..8], 0, &table)], &mut logits).unwrap();
     // Both sequences continue from the block that the previous step has written.
     device.execute(&[step(&prompt[8..], 8, &table), step(&prompt[8..], 8, &other)], &mut logits).unwrap();
@@ -472,14 +434,7 @@ fn steps_and_copies_of_blocks_use_streams_of_their_priority() {
     let mut device = on_software(&config("Llama", ""), |_| ());
     let (table, mut logits) = (blocks(0, 1), Logits::default());
     let before = device.device().work(Priority::Copies);
-    let step = SeqStep {
-        tokens: &[1, 2],
-        start: 0,
-        block_table: &table,
-        logits: LogitsRequest::Last,
-        adapter: None,
-    };
-    device.execute(&[step], &mut logits).unwrap();
+    device.execute(&[step(&[1, 2], 0, &table)], &mut logits).unwrap();
     assert_eq!(device.device().work(Priority::Copies), before);
     let steps = device.device().work(Priority::Steps);
     device.publish(&table).unwrap();
@@ -495,14 +450,7 @@ fn publish_skips_a_block_in_download_without_waiting() {
     device.device().hold_copies(CopyGate { arrived, passes: Mutex::new(passes) });
     let shared_kv_pool = device.shared_pool().expect("the device has a shared pool");
     let (table, prompt) = (blocks(0, 2), tokens(3, 16));
-    let step = SeqStep {
-        tokens: &prompt,
-        start: 0,
-        block_table: &table,
-        logits: LogitsRequest::Last,
-        adapter: None,
-    };
-    device.execute(std::slice::from_ref(&step), &mut logits).unwrap();
+    device.execute(&[step(&prompt, 0, &table)], &mut logits).unwrap();
     device.mark_leased(&table[..1]).unwrap();
     std::thread::scope(|scope| {
         // Dropped when an assertion fails, so that no thread waits for it.
@@ -510,7 +458,7 @@ fn publish_skips_a_block_in_download_without_waiting() {
         scope.spawn(|| shared_kv_pool.download(&table[..1]));
         has_begun.recv().unwrap();
         // The lease has ended past its drain deadline, and the block belongs to another prompt.
-        device.execute(&[step], &mut logits).unwrap();
+        device.execute(&[step(&prompt, 0, &table)], &mut logits).unwrap();
         assert_eq!(device.publish(&table).unwrap(), table[1..]);
         go.send(()).unwrap();
     });

@@ -2,6 +2,7 @@
 //! contents of the KV cache. The texts are those without drafts, and no position reads another one's keys.
 
 use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
 
 use baton_connector::fetch::{Fetch, LoadFailurePolicy};
 use baton_connector::{BlockId, RequestId};
@@ -50,6 +51,8 @@ struct DraftModel {
     kv: HashMap<(BlockId, usize), Vec<u32>>,
     texts: BTreeMap<SeqId, Vec<u32>>,
     steps: usize,
+    /// Tokens of the last step.
+    planned: usize,
     drafted: usize,
     accepted: usize,
 }
@@ -61,6 +64,7 @@ impl DraftModel {
             kv: HashMap::new(),
             texts: BTreeMap::new(),
             steps: 0,
+            planned: 0,
             drafted: 0,
             accepted: 0,
         }
@@ -89,7 +93,8 @@ impl DraftModel {
         let before = self.scheduler.load().preemptions;
         let plan = self.scheduler.schedule();
         self.scheduler.take_effects();
-        assert!(plan.iter().map(|part| part.count).sum::<usize>() <= CONFIG.max_num_batched_tokens);
+        self.planned = plan.iter().map(|part| part.count).sum();
+        assert!(self.planned <= CONFIG.max_num_batched_tokens);
         let drafts = plan.iter().any(|part| self.scheduler.admitted.drafting.tokens(part).is_some());
         assert!(!drafts || self.scheduler.load().preemptions == before, "preempted for a draft");
         plan.iter().for_each(|part| self.compute(part));
@@ -215,6 +220,51 @@ fn drafts_leave_half_of_the_tokens_to_prompts_and_all_blocks_to_others() {
     assert_eq!(counts(1, &eight, true), [4, 12]);
     // 13 tokens are left, half of them for three sequences.
     assert_eq!(counts(3, &[0, 1, 2, 0], true), [3, 3, 3, 7]);
+}
+
+/// The durations of the steps of `streams` texts of 100 tokens each, in milliseconds: on a machine whose steps take
+/// `step_ms`, and `token_ms` for each token.
+fn timed(target_ms: u64, step_ms: u64, token_ms: u64, streams: u64) -> (DraftModel, Vec<u64>) {
+    let (mut model, mut now, mut steps) = (DraftModel::new(128), Instant::now(), Vec::new());
+    model.scheduler = model.scheduler.with_step_target(Duration::from_millis(target_ms));
+    let prompt: Vec<u32> = (0..10).map(|at| at % 4).collect();
+    (1..=streams).for_each(|id| model.submit(id, &prompt, stop(100), Purpose::Plain));
+    loop {
+        model.scheduler.begin_step(now);
+        if model.step() == 0 {
+            break;
+        }
+        let took = step_ms + token_ms * model.planned as u64;
+        now += Duration::from_millis(took);
+        steps.push(took);
+    }
+    for id in 1..=streams {
+        assert_eq!(model.texts[&SeqId(id)], reference(&prompt, &stop(100)));
+    }
+    (model, steps)
+}
+
+#[test]
+fn a_step_with_drafts_keeps_the_time_target() {
+    for (step_ms, token_ms, streams) in [(10, 20, 1), (40, 10, 1), (10, 10, 3), (10, 10, 1)] {
+        let (model, steps) = timed(100, step_ms, token_ms, streams);
+        // The first steps have chunks of the prompts.
+        let longest = steps.iter().skip(8).max().expect("steps");
+        assert!(*longest <= 101, "{longest} ms, of {step_ms} and {token_ms} for a token");
+        assert!(model.accepted >= 40, "{} accepted of {}", model.accepted, model.drafted);
+    }
+    let (_, steps) = timed(0, 10, 20, 1);
+    assert_eq!(steps.iter().skip(8).max(), Some(&130), "without a target drafts have no price");
+}
+
+#[test]
+fn a_sequence_gets_its_one_token_only_where_no_time_is_left() {
+    for (step_ms, token_ms) in [(200, 20), (95, 10), (110, 1)] {
+        let (model, _) = timed(100, step_ms, token_ms, 1);
+        assert_eq!(model.drafted, 0, "{step_ms} and {token_ms} ms for a token");
+    }
+    let (model, _) = timed(0, 200, 20, 1);
+    assert!(model.drafted > 40, "{}", model.drafted);
 }
 
 #[test]

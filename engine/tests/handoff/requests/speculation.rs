@@ -151,6 +151,52 @@ fn the_tokens_of_one_step_are_events_of_their_own() {
     drafting.is_clean();
 }
 
+/// The counts of accepted and rejected drafts in a usage.
+fn predictions(usage: &Value) -> (u64, u64) {
+    let count = |name: &str| usage["completion_tokens_details"][name].as_u64().expect("a count");
+    (count("accepted_prediction_tokens"), count("rejected_prediction_tokens"))
+}
+
+#[test]
+fn usage_counts_accepted_and_rejected_drafts_by_openais_names() {
+    let drafting = node(LLAMA, drafts);
+    let (mut accepted, mut rejected) = (0, 0);
+    for body in requests() {
+        let usage = drafting.generate(&fresh_id(), &body).ok()["usage"].clone();
+        let (kept, dropped) = predictions(&usage);
+        assert!(kept <= usage["completion_tokens"].as_u64().expect("a count"), "{usage}");
+        (accepted, rejected) = (accepted + kept, rejected + dropped);
+    }
+    // The counters follow the last token.
+    drafting.until("accepted drafts are counted", || drafting.metric(ACCEPTED) == accepted as f64);
+    drafting.until("all drafts are counted", || drafting.metric(DRAFTED) >= (accepted + rejected) as f64);
+    assert!(rejected > 0, "{accepted} accepted");
+    // An engine that does not draft has no such counts.
+    let plain = node(LLAMA, |_| {}).generate(&fresh_id(), &constant()).ok();
+    assert_eq!(plain["usage"].get("completion_tokens_details"), None, "{}", plain["usage"]);
+}
+
+#[test]
+fn streamed_usage_counts_drafts_with_each_chunk_and_at_the_end() {
+    let drafting = node(LLAMA, drafts);
+    let asked = json!({"include_usage": true, "continuous_usage_stats": true});
+    let body = with(&with(&constant(), "stream_options", asked), "stream", json!(true));
+    let stream = drafting.generate(&fresh_id(), &body);
+    let usages: Vec<Value> = stream
+        .text
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Value>(line.strip_prefix("data: ")?).ok())
+        .map(|event| event["usage"].clone())
+        .collect();
+    let counted: Vec<(u64, u64)> = usages.iter().map(predictions).collect();
+    assert!(counted.is_sorted(), "counts only grow: {counted:?}");
+    let (accepted, rejected) = *counted.last().expect("usage");
+    drafting.until("accepted drafts are counted", || drafting.metric(ACCEPTED) == accepted as f64);
+    drafting.until("all drafts are counted", || drafting.metric(DRAFTED) == (accepted + rejected) as f64);
+    assert!((25..40).contains(&accepted), "{accepted} accepted");
+    drafting.is_clean();
+}
+
 #[test]
 fn a_constrained_text_has_no_drafts_and_ends_as_without() {
     let (plain, drafting) = (node(LLAMA, |_| {}), node(LLAMA, drafts));

@@ -86,7 +86,8 @@ fn usage_is_that_of_the_whole_answer() {
     transcript.mark_continued();
     transcript.rewrite_frames(&piece("b", "!", &[12], Some("stop")));
     let last = json!({"id": "b", "created": 9, "model": "b", "choices": [],
-        "usage": {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5}});
+        "usage": {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5,
+            "completion_tokens_details": {"accepted_prediction_tokens": 1, "rejected_prediction_tokens": 2}}});
     let out = read(&transcript.rewrite_frames(&frame(&last)));
     let expected = json!({"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5});
     assert_eq!((&out[0]["usage"], &out[0]["id"]), (&expected, &json!("a")));
@@ -146,6 +147,27 @@ fn a_stream_that_cannot_be_continued_exactly_is_not_resumed() {
     transcript.rewrite_frames(&first("a", &[1], "He", &[10]));
     transcript.rewrite_frames(&frame(&json!({"error": {"message": "x"}})));
     assert_eq!(transcript.plan_resume(), ResumePlan::Impossible, "the engine's own error went out");
+}
+
+#[test]
+fn a_chat_is_not_continued_during_its_reasoning_or_behind_it() {
+    let chat = |delta: Value, id: u32| {
+        frame(&json!({"id": "a", "object": "chat.completion.chunk", "created": 1, "model": "m",
+            "prompt_token_ids": [1, 2],
+            "choices": [{"index": 0, "delta": delta, "finish_reason": null, "token_ids": [id]}]}))
+    };
+    for begins in [
+        json!({"reasoning_content": "Hm", "reasoning": "Hm"}),
+        json!({"reasoning": "Hm"}),
+        // It may begin with reasoning.
+        json!({"role": "assistant", "content": "", "reasoning_content": ""}),
+    ] {
+        let mut transcript = Transcript::new(Endpoint::Chat, "m", &completion(json!({})));
+        transcript.rewrite_frames(&chat(begins.clone(), 10));
+        assert_eq!(transcript.plan_resume(), ResumePlan::Impossible, "{begins}");
+        transcript.rewrite_frames(&chat(json!({"content": "so"}), 11));
+        assert_eq!(transcript.plan_resume(), ResumePlan::Impossible, "behind {begins}");
+    }
 }
 
 #[test]

@@ -46,6 +46,10 @@ impl StreamTokens {
         usage["prompt_tokens"] = json!(prompt.len());
         usage["completion_tokens"] = json!(completion);
         usage["total_tokens"] = json!(prompt.len() as u64 + completion);
+        // Only the continuing engine's part of drafts and reasoning.
+        if let Some(fields) = usage.as_object_mut() {
+            fields.remove("completion_tokens_details");
+        }
     }
 
     /// The usage of the whole response, from that of the continuing engine.

@@ -389,6 +389,7 @@ impl<'a> SglangExchange<'a> {
             completion_tokens: generated as u32,
             cached_tokens: None,
             reasoning_tokens: None,
+            predictions: None,
         }
     }
 }

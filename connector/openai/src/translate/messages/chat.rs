@@ -21,27 +21,7 @@ use crate::error::ApiError;
 use crate::field::whole;
 use crate::translate::block::array;
 use crate::translate::chat_reply::has_text_to_continue;
-
-/// Fields that mean the same in a chat, some of them vLLM's.
-const KEPT: [&str; 16] = [
-    "model",
-    "max_tokens",
-    "stream",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "repetition_penalty",
-    "logit_bias",
-    "stop_token_ids",
-    "ignore_eos",
-    "cache_salt",
-    "priority",
-    "vllm_xargs",
-    // Of routers: they remove a client's.
-    "kv_transfer_params",
-];
+use crate::translate::kept::kept;
 
 /// A chat's field with the budget of reasoning. Engines that do not know it, or have no setting for it, may refuse it.
 pub const THINKING_BUDGET: &str = "thinking_token_budget";
@@ -54,9 +34,7 @@ pub fn to_chat(body: &Object) -> Result<Object, ApiError> {
     if is_absent(body.get("max_tokens")) {
         return Err(ApiError::invalid("max_tokens", "`max_tokens` is missing"));
     }
-    let mut chat = Object::new();
-    let kept = KEPT.iter().filter_map(|name| Some(((*name).to_owned(), body.get(*name)?.clone())));
-    chat.extend(kept);
+    let mut chat = kept(body, &["max_tokens"]);
     conversation(body, &mut chat)?;
     if let Some(stops) = array(body, "stop_sequences")?.filter(|stops| !stops.is_empty()) {
         chat.insert("stop".to_owned(), stops.clone().into());

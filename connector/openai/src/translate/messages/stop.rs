@@ -80,7 +80,9 @@ mod tests {
     fn the_tokens_of_reasoning_are_counted_where_the_chat_counts_them() {
         let mut chat = json!({"prompt_tokens": 9, "completion_tokens": 4});
         assert_eq!(usage(&chat).get("output_tokens_details"), None);
-        chat["completion_tokens_details"] = json!({"reasoning_tokens": 3});
+        chat["completion_tokens_details"] = json!({"accepted_prediction_tokens": 2});
+        assert_eq!(usage(&chat).get("output_tokens_details"), None, "Messages has no counts of drafts");
+        chat["completion_tokens_details"] = json!({"reasoning_tokens": 3, "rejected_prediction_tokens": 1});
         assert_eq!(usage(&chat)["output_tokens_details"], json!({"thinking_tokens": 3}));
     }
 }

@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 
 use super::stop::{Calls, Stop, message_id, usage};
 use crate::error::ApiError;
-use crate::translate::chat_reply::{REPLY_BYTES_MAX, calls, is_json, reasoning, untranslatable};
+use crate::translate::chat_reply::{REPLY_BYTES_MAX, StreamUsage, calls, is_json, reasoning, untranslatable};
 use crate::translate::events::{ChatEvents, event};
 
 /// The kind of an open block.
@@ -46,7 +46,7 @@ pub struct MessagesStream {
     last_arguments: String,
     /// The last choice with a finish reason.
     finished: Option<Value>,
-    usage: Option<Value>,
+    usage: StreamUsage,
 }
 
 impl ChatEvents for MessagesStream {
@@ -57,17 +57,18 @@ impl ChatEvents for MessagesStream {
         }
     }
 
+    fn usage(&mut self) -> &mut StreamUsage {
+        &mut self.usage
+    }
+
     fn chunk(&mut self, chunk: &Value, out: &mut BytesMut) -> Result<(), ApiError> {
-        if chunk["usage"].is_object() {
-            self.usage = Some(usage(&chunk["usage"]));
-        }
         if self.id.is_none() {
             let id = self.id.insert(message_id(chunk));
             let message = json!({
                 "id": id, "type": "message", "role": "assistant", "model": chunk["model"], "content": [],
                 "stop_reason": null, "stop_sequence": null,
                 // A chat stream has its usage at the end.
-                "usage": self.usage.clone().unwrap_or_else(|| usage(&Value::Null)),
+                "usage": usage(self.usage.chat()),
             });
             out.extend_from_slice(&event(&json!({"type": "message_start", "message": message})));
         }
@@ -106,7 +107,7 @@ impl ChatEvents for MessagesStream {
         let stop = Stop::of(&finished, calls)?;
         self.close(out);
         let delta = json!({"stop_reason": stop.reason, "stop_sequence": stop.sequence});
-        let usage = self.usage.take().unwrap_or_else(|| usage(&Value::Null));
+        let usage = usage(self.usage.chat());
         out.extend_from_slice(&event(&json!({"type": "message_delta", "delta": delta, "usage": usage})));
         out.extend_from_slice(&event(&json!({"type": "message_stop"})));
         Ok(())
@@ -114,11 +115,6 @@ impl ChatEvents for MessagesStream {
 }
 
 impl MessagesStream {
-    /// Sets the usage of a stream whose engine failed before it sent its own.
-    pub(crate) fn set_usage(&mut self, chat: &Value) {
-        self.usage.get_or_insert_with(|| usage(chat));
-    }
-
     /// A part of a tool call. The first part of each call has its name.
     fn call(&mut self, call: &Value, out: &mut BytesMut) -> Result<(), ApiError> {
         let index = call["index"].as_u64().unwrap_or(0);

@@ -54,7 +54,7 @@ mod tests {
     fn translated(choice: Value) -> Result<Value, u16> {
         let usage = json!({"prompt_tokens": 9, "completion_tokens": 4, "total_tokens": 13,
             "prompt_tokens_details": {"cached_tokens": 6},
-            "completion_tokens_details": {"reasoning_tokens": 2}});
+            "completion_tokens_details": {"reasoning_tokens": 2, "accepted_prediction_tokens": 1}});
         let chat = json!({"id": "chatcmpl-1", "created": 7, "model": "m", "choices": [choice],
             "usage": usage});
         let text = to_response(&chat, &RequestEcho::of(&Map::new())).map_err(|error| error.status)?;

@@ -19,34 +19,19 @@ use crate::code::Code;
 use crate::error::{ApiError, shortened};
 use crate::field::{Fields, must_be};
 use crate::translate::block::array;
+use crate::translate::kept::kept;
 
-/// Fields that mean the same in a chat, most of them vLLM's.
-const KEPT: [&str; 24] = [
-    "model",
-    "stream",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
+/// Fields that mean the same in a chat, besides those of every API.
+const KEPT: [&str; 9] = [
     "frequency_penalty",
     "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
     "stop",
-    "stop_token_ids",
-    "ignore_eos",
     "include_stop_str_in_output",
     "skip_special_tokens",
     "structured_outputs",
     "parallel_tool_calls",
     "chat_template_kwargs",
     "user",
-    "cache_salt",
-    "priority",
-    "vllm_xargs",
-    // Of routers: they remove a client's.
-    "kv_transfer_params",
 ];
 
 /// Fields that need a stored object.
@@ -72,9 +57,7 @@ const WITHOUT_EFFECT: [&str; 7] = [
 pub fn to_chat(body: &Map<String, Value>) -> Result<Map<String, Value>, ApiError> {
     let fields = Fields::new(body);
     check_supported(fields)?;
-    let mut chat = Map::new();
-    let kept = KEPT.iter().filter_map(|name| Some(((*name).to_owned(), body.get(*name)?.clone())));
-    chat.extend(kept);
+    let mut chat = kept(body, &KEPT);
     if let Some(most) = fields.get("max_output_tokens") {
         chat.insert("max_tokens".to_owned(), most.clone());
     }

@@ -27,7 +27,7 @@ use super::RequestEcho;
 use super::json::{JsonArray, JsonObject};
 use super::output::{Item, ResponseHead, Status, failure, logprobs, usage};
 use crate::error::ApiError;
-use crate::translate::chat_reply::{REPLY_BYTES_MAX, calls, reasoning, untranslatable};
+use crate::translate::chat_reply::{REPLY_BYTES_MAX, StreamUsage, calls, reasoning, untranslatable};
 use crate::translate::events::ChatEvents;
 
 /// Bytes of JSON of an item without its text, about.
@@ -50,7 +50,7 @@ pub struct ResponsesStream {
     logprobs: JsonArray,
     /// The last choice with a finish reason.
     finished: Option<Value>,
-    usage: Option<Value>,
+    usage: StreamUsage,
     /// Bytes of JSON that the last event will repeat.
     bytes: usize,
 }
@@ -67,10 +67,11 @@ impl ChatEvents for ResponsesStream {
         out.extend_from_slice(b": ka\n\n");
     }
 
+    fn usage(&mut self) -> &mut StreamUsage {
+        &mut self.usage
+    }
+
     fn chunk(&mut self, chunk: &Value, out: &mut BytesMut) -> Result<(), ApiError> {
-        if chunk["usage"].is_object() {
-            self.usage = Some(usage(&chunk["usage"]));
-        }
         if self.head.is_none() {
             self.begin(ResponseHead::of(chunk), out);
         }
@@ -109,7 +110,7 @@ impl ChatEvents for ResponsesStream {
             logprobs.append(&rest);
         }
         self.close(status, out);
-        let usage = self.usage.take().unwrap_or_else(|| usage(&Value::Null));
+        let usage = usage(self.usage.chat());
         let response = head.response(&self.echo, status, &self.output, Some(&usage), None);
         let kind = if status == Status::Completed { "response.completed" } else { "response.incomplete" };
         self.emit(kind, &JsonObject::default().with("response", response), out);
@@ -128,14 +129,9 @@ impl ResponsesStream {
             last_call: None,
             logprobs: JsonArray::default(),
             finished: None,
-            usage: None,
+            usage: StreamUsage::default(),
             bytes: 0,
         }
-    }
-
-    /// Sets the usage of a stream whose engine failed before it sent its own.
-    pub(crate) fn set_usage(&mut self, chat: &Value) {
-        self.usage.get_or_insert_with(|| usage(chat));
     }
 
     /// Adds the end of a stream that fails. Without a response there is none that could fail: the event `error` has the
@@ -153,8 +149,8 @@ impl ResponsesStream {
         if let Some(OpenItem { id, item }) = self.open.take() {
             self.output.push(item.json(&id, Status::Incomplete("")));
         }
-        let response =
-            head.response(&self.echo, Status::Failed, &self.output, self.usage.as_ref(), Some(error));
+        let usage = self.usage.known().map(usage);
+        let response = head.response(&self.echo, Status::Failed, &self.output, usage.as_ref(), Some(error));
         self.emit("response.failed", &JsonObject::default().with("response", response), out);
     }
 
