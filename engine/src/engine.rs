@@ -345,10 +345,8 @@ fn pool_blocks(options: &EngineOptions, block_bytes: usize) -> Result<usize, Sta
 /// The allocator of the memory that transports see. Without handoffs the memory is private.
 fn pool(options: &EngineOptions) -> fn(usize, usize) -> Region {
     match options.kv_transport {
+        _ if !options.role.has_handoffs() => Region::allocate,
         KvTransport::Tcp => Region::allocate,
-        KvTransport::Auto | KvTransport::Shm | KvTransport::Nixl if !options.role.has_handoffs() => {
-            Region::allocate
-        }
         KvTransport::Auto | KvTransport::Shm | KvTransport::Nixl => shared_pool,
     }
 }

@@ -1,15 +1,15 @@
 //! The allocations of the router for one request of two legs. With system calls they are most of its cost.
 
-#![allow(unsafe_code, reason = "an allocator that counts cannot be had without it")]
+#[path = "../../connector/openai/tests/counting/mod.rs"]
+mod counting;
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use baton_router::{Router, RouterConfig};
+use counting::allocations;
 use tokio_util::sync::CancellationToken;
 
 /// Requests before those that are counted: connections and tables have their size then.
@@ -18,43 +18,7 @@ const COUNTED: usize = 200;
 /// Most allocations of one request. The simulated engines and the client have threads of their own, which do not count.
 const MOST: usize = 100;
 
-static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
 static PREFILLS: AtomicUsize = AtomicUsize::new(0);
-
-thread_local! {
-    static COUNTS: Cell<bool> = const { Cell::new(false) };
-}
-
-struct CountingAllocator;
-
-fn count() {
-    if COUNTS.get() {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-    }
-}
-
-// SAFETY: every call is forwarded unchanged. The counters do not allocate.
-unsafe impl GlobalAlloc for CountingAllocator {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        count();
-        // SAFETY: the contract of the caller is that of `System`.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
-        // SAFETY: as above.
-        unsafe { System.dealloc(block, layout) }
-    }
-
-    unsafe fn realloc(&self, block: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
-        count();
-        // SAFETY: as above.
-        unsafe { System.realloc(block, layout, bytes) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 const HANDOFF: &str = r#"{"id":"p","choices":[{"text":"","finish_reason":"length"}],"kv_transfer_params":{
     "do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[[1,2]],"remote_engine_id":"p",
@@ -118,8 +82,8 @@ fn serve(mut stream: TcpStream, reply: &str) -> Option<()> {
     None
 }
 
-/// The allocations per request, by a client with one connection.
-fn measure(router: SocketAddr) -> usize {
+/// Sends requests by one connection.
+fn send(router: SocketAddr, requests: usize) {
     let mut stream = TcpStream::connect(router).expect("the router listens");
     let mut replies = BufReader::new(stream.try_clone().expect("a second handle"));
     let body = format!(r#"{{"model":"m","prompt":"{}","max_tokens":1}}"#, "a long prompt ".repeat(200));
@@ -128,45 +92,47 @@ fn measure(router: SocketAddr) -> usize {
         "POST /v1/completions HTTP/1.1\r\nhost: r\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
     );
     let request = head + &body;
-    let mut before = 0;
-    for number in 0..FIRST + COUNTED {
-        if number == FIRST {
-            before = ALLOCATIONS.load(Ordering::Relaxed);
-        }
+    for _ in 0..requests {
         stream.write_all(request.as_bytes()).expect("the connection is open");
         let (status, body) = message(&mut replies).expect("a reply");
         let body = String::from_utf8_lossy(&body);
         assert!(status.contains(" 200 ") && body.contains(" hi"), "{status}{body}");
     }
-    (ALLOCATIONS.load(Ordering::Relaxed) - before) / COUNTED
 }
 
-#[test]
-fn a_request_of_two_legs_needs_a_bounded_number_of_allocations() {
+/// The allocations of a router, from its start to its end, that serves this many requests.
+fn serving(requests: usize) -> usize {
     let (prefill, decode) = (engine(HANDOFF), engine(RESPONSE));
     let yaml = format!(
         "listen: 127.0.0.1:0\nadmin: {{listen: '127.0.0.1:0'}}\nmodels: [{{name: m, prefill: {{engines: [{{url: \
          'http://{prefill}'}}]}}, decode: {{engines: [{{url: 'http://{decode}'}}]}}}}]\n"
     );
-    let config = RouterConfig::from_yaml(&yaml, "test.yaml").expect("a configuration");
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-    let made = runtime.block_on(async {
-        let router = Router::bind(config).await.expect("free ports");
-        let (address, shutdown) = (router.local_addr(), CancellationToken::new());
-        let client = thread::spawn({
-            // Whatever happens to the client, the router ends.
-            let ends = shutdown.clone().drop_guard();
-            move || {
-                let _ends = ends;
-                measure(address)
-            }
+    let run = || {
+        let config = RouterConfig::from_yaml(&yaml, "test.yaml").expect("a configuration");
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        runtime.block_on(async {
+            let router = Router::bind(config).await.expect("free ports");
+            let (address, shutdown) = (router.local_addr(), CancellationToken::new());
+            let client = thread::spawn({
+                // Whatever happens to the client, the router ends.
+                let ends = shutdown.clone().drop_guard();
+                move || {
+                    let _ends = ends;
+                    send(address, requests);
+                }
+            });
+            router.run(shutdown).await;
+            client.join().expect("every request succeeded");
         });
-        COUNTS.set(true);
-        router.run(shutdown).await;
-        COUNTS.set(false);
-        client.join().expect("every request succeeded")
-    });
-    assert_eq!(PREFILLS.load(Ordering::Relaxed), FIRST + COUNTED, "each request has both legs");
+    };
+    let ((), made) = allocations(run);
+    assert_eq!(PREFILLS.swap(0, Ordering::Relaxed), requests, "each request has both legs");
+    made
+}
+
+#[test]
+fn a_request_of_two_legs_needs_a_bounded_number_of_allocations() {
+    let made = (serving(FIRST + COUNTED) - serving(FIRST)) / COUNTED;
     eprintln!("{made} allocations per request");
     assert!(made <= MOST, "{made} allocations per request");
 }

@@ -1,51 +1,11 @@
 //! The allocations of a router for one body. With locks and caches, they are most of the cost of reading and writing.
 
-#![allow(unsafe_code, reason = "an allocator that counts cannot be had without it")]
-
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
+mod counting;
 
 use baton_openai::{Endpoint, ParseLimits, RawBody};
 use bytes::Bytes;
 
-thread_local! {
-    static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
-}
-
-struct CountingAllocator;
-
-fn count() {
-    ALLOCATIONS.set(ALLOCATIONS.get() + 1);
-}
-
-// SAFETY: every call is forwarded unchanged. The counter is thread-local and does not allocate.
-unsafe impl GlobalAlloc for CountingAllocator {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        count();
-        // SAFETY: the contract of the caller is that of `System`.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
-        // SAFETY: as above.
-        unsafe { System.dealloc(block, layout) }
-    }
-
-    unsafe fn realloc(&self, block: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
-        count();
-        // SAFETY: as above.
-        unsafe { System.realloc(block, layout, bytes) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: CountingAllocator = CountingAllocator;
-
-fn allocations<T>(of: impl FnOnce() -> T) -> (T, usize) {
-    let before = ALLOCATIONS.get();
-    let made = of();
-    (made, ALLOCATIONS.get() - before)
-}
+use counting::allocations;
 
 #[test]
 fn an_ordinary_body_is_read_and_written_twice_with_few_allocations() {

@@ -191,9 +191,9 @@ pub trait Executor: Send {
         let _ = blocks;
     }
 
-    /// Makes the computed bytes of these blocks visible in [`Self::regions`], if there are any. The engine calls it before it hashes
-    /// blocks, and before it leases or stores them, unless [`Self::mark_leased`] and [`Self::store`] are overridden. An
-    /// executor that computes in the regions has nothing to do.
+    /// Makes the computed bytes of these blocks visible in [`Self::regions`], if there are any. The engine calls it
+    /// before it hashes blocks, and before it leases or stores them, unless [`Self::mark_leased`] and [`Self::store`]
+    /// are overridden. An executor that computes in the regions has nothing to do.
     ///
     /// Returns the published blocks. Blocks that another thread is copying are left out, because the step loop waits
     /// for no copy.

@@ -24,9 +24,6 @@ use crate::legs::Fault;
 /// Consecutive unanswered probes after which an attempt ends.
 const UNANSWERED_MAX: u32 = 2;
 
-/// In place of a time that cannot be represented: 30 years, as in tokio.
-const FAR_AWAY: Duration = Duration::from_secs(86_400 * 365 * 30);
-
 /// Limit on the answer to a probe.
 const ANSWER_BYTES_MAX: usize = 64 * 1024;
 
@@ -62,16 +59,14 @@ pub(crate) async fn wait_while_alive<T>(
 ) -> Result<T, ProbeError> {
     let begun = Instant::now();
     let mut unanswered = 0;
-    let mut now = begun;
     loop {
         // After one unanswered probe the next follows at once.
         let pause = if unanswered == 0 { pause } else { Duration::ZERO };
         let received = engine.activity_count();
         let probe_after_pause = async {
             // One timer for pause and limit: most answers arrive long before.
-            let pause = pause.min(within.saturating_sub(now.saturating_duration_since(begun)));
-            let due = now.checked_add(pause).unwrap_or_else(|| now + FAR_AWAY);
-            tokio::time::sleep_until(due).await;
+            let left = within.saturating_sub(begun.elapsed());
+            tokio::time::sleep(pause.min(left)).await;
             let left = within.checked_sub(begun.elapsed()).filter(|left| !left.is_zero())?;
             if engine.activity_count() != received {
                 return Some(ProbeResult::Busy);
@@ -95,7 +90,6 @@ pub(crate) async fn wait_while_alive<T>(
         if unanswered == UNANSWERED_MAX {
             return Err(ProbeError::Unresponsive);
         }
-        now = Instant::now();
     }
 }
 

@@ -27,9 +27,8 @@ impl Engine {
     /// Learns the engine's protocol from `/server_info` if it is open. Concurrent callers wait for one query.
     pub(crate) async fn learn_protocol(self: &Arc<Self>) {
         let protocol = &self.connections.protocol;
-        let is_due = || protocol.is_query_due(&self.connections.terms.load().protocol, Instant::now());
-        // Every request asks, and most need no time for the answer.
-        if !protocol.is_query_wanted(&self.connections.terms.load().protocol) || !is_due() {
+        let is_due = || protocol.is_query_due(&self.connections.terms.load().protocol, Instant::now);
+        if !is_due() {
             return;
         }
         let query = async {

@@ -81,20 +81,16 @@ impl LearnedProtocol {
         terms.bootstrap_port.or_else(|| self.state.load().bootstrap_port)
     }
 
-    /// Whether `/server_info` has to be queried, at once or later. Of most engines everything is known.
-    pub(crate) fn is_query_wanted(&self, terms: &ProtocolTerms) -> bool {
+    /// Whether `/server_info` has to be queried. The time is only read if an earlier query has failed.
+    pub(crate) fn is_query_due(&self, terms: &ProtocolTerms, now: impl FnOnce() -> Instant) -> bool {
+        let learned = self.state.load();
         let wanted = match terms.setting {
             ProtocolSetting::Auto => true,
             ProtocolSetting::Sglang => terms.bootstrap_port.is_none(),
             ProtocolSetting::Vllm | ProtocolSetting::VllmStore => false,
         };
-        wanted && self.state.load().kind.is_none()
-    }
-
-    /// Whether `/server_info` has to be queried now.
-    pub(crate) fn is_query_due(&self, terms: &ProtocolTerms, now: Instant) -> bool {
-        let has_failed = |at: Instant| now.saturating_duration_since(at) < RETRY_INTERVAL;
-        self.is_query_wanted(terms) && !self.state.load().failed_at.is_some_and(has_failed)
+        let has_failed = |at: Instant| now().saturating_duration_since(at) < RETRY_INTERVAL;
+        wanted && learned.kind.is_none() && !learned.failed_at.is_some_and(has_failed)
     }
 
     /// Whether an answer without SGLang's `/server_info` has to be checked again. A proxy may have sent it while the
@@ -170,12 +166,12 @@ mod tests {
     #[test]
     fn an_engine_is_queried_only_for_what_the_configuration_leaves_open() {
         let (now, learned) = (Instant::now(), LearnedProtocol::default());
-        let due = |setting, port| learned.is_query_due(&terms(setting, port), now);
+        let due = |setting, port| learned.is_query_due(&terms(setting, port), || now);
         assert!(due(ProtocolSetting::Auto, None) && due(ProtocolSetting::Sglang, None));
         assert!(!due(ProtocolSetting::Sglang, Some(1)) && !due(ProtocolSetting::Vllm, None));
         learned.failed(now);
         assert!(!due(ProtocolSetting::Auto, None));
-        assert!(learned.is_query_due(&terms(ProtocolSetting::Auto, None), now + RETRY_INTERVAL));
+        assert!(learned.is_query_due(&terms(ProtocolSetting::Auto, None), || now + RETRY_INTERVAL));
     }
 
     #[test]
@@ -193,7 +189,7 @@ mod tests {
         assert_eq!(learned.bootstrap_port(&terms(ProtocolSetting::Auto, Some(7))), Some(7));
         learned.forget();
         assert_eq!((learned.kind(&auto), learned.bootstrap_port(&auto)), (Some(ProtocolKind::Sglang), None));
-        assert!(learned.is_query_due(&auto, now), "the protocol before is a guess");
+        assert!(learned.is_query_due(&auto, || now), "the protocol before is a guess");
         learned.learn(None, now);
         assert_eq!(learned.kind(&auto), Some(ProtocolKind::Vllm));
         assert!(!learned.is_recheck_due(&auto, now) && learned.is_recheck_due(&auto, now + RECHECK_INTERVAL));

@@ -310,6 +310,18 @@ fn value_index<F: Form>(input: usize, column: usize) -> (usize, u32) {
     ((line * STRIP + column) * 4 + lane, shift)
 }
 
+/// Multiplies rows with a kernel, as many at once as it takes.
+#[cfg(target_arch = "x86_64")]
+macro_rules! by_rows {
+    ($unit:ident, $form:ty, $rows:expr, $call:expr, [$($at_once:literal),*]) => {{
+        let mut done = 0;
+        $(while $rows - done >= $at_once {
+            $unit::rows::<$form, $at_once>(&$call.after(done));
+            done += $at_once;
+        })*
+    }};
+}
+
 /// Rows by one strip, on the best unit of the instruction set.
 ///
 /// # Safety
@@ -320,50 +332,10 @@ unsafe fn multiply<F: Form>(isa: Isa, rows: usize, call: &StripOperands) {
         match isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 if is_x86_feature_detected!("avx512vnni") => {
-                let mut done = 0;
-                while done < rows {
-                    let call = call.after(done);
-                    done += match rows - done {
-                        8.. => {
-                            vnni::rows::<F, 8>(&call);
-                            8
-                        }
-                        4.. => {
-                            vnni::rows::<F, 4>(&call);
-                            4
-                        }
-                        2.. => {
-                            vnni::rows::<F, 2>(&call);
-                            2
-                        }
-                        _ => {
-                            vnni::rows::<F, 1>(&call);
-                            1
-                        }
-                    };
-                }
+                by_rows!(vnni, F, rows, call, [8, 4, 2, 1]);
             }
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 | Isa::Avx2 => {
-                let mut done = 0;
-                while done < rows {
-                    let call = call.after(done);
-                    done += match rows - done {
-                        4.. => {
-                            avx2::rows::<F, 4>(&call);
-                            4
-                        }
-                        2.. => {
-                            avx2::rows::<F, 2>(&call);
-                            2
-                        }
-                        _ => {
-                            avx2::rows::<F, 1>(&call);
-                            1
-                        }
-                    };
-                }
-            }
+            Isa::Avx512 | Isa::Avx2 => by_rows!(avx2, F, rows, call, [4, 2, 1]),
             Isa::Portable => (0..rows).for_each(|row| scalar::row::<F>(&call.after(row))),
         }
     }
